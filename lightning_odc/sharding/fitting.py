@@ -33,12 +33,12 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def bytes_of(model: nn.Module) -> int:
-    """What training a whole model takes on a rank, without activations."""
+def bytes_of(model: nn.Module, trains: bool = True) -> int:
+    """What training a whole model takes on a rank, without activations; or having it."""
     size = 0
     for parameter in model.parameters():
         of_one = parameter.dtype.itemsize
-        if parameter.requires_grad:
+        if trains and parameter.requires_grad:
             summed_in = torch.promote_types(parameter.dtype, torch.float32)
             of_one += of_one + summed_in.itemsize + _STATES
         size += of_one * parameter.numel()
@@ -46,16 +46,18 @@ def bytes_of(model: nn.Module) -> int:
 
 
 def fits_whole(
-    model: nn.Module, device: torch.device, on_node: int, rendezvous: Rendezvous
+    model: nn.Module, device: torch.device, on_node: int, rendezvous: Rendezvous, trains: bool = True
 ) -> tuple[bool, str]:
     """Whether a model is kept whole on all ranks, and how large it is in words. All ranks together."""
     memory = host_memory.total(on_node)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     least = min(rendezvous(memory))
-    size = bytes_of(model)
+    size = bytes_of(model, trains)
     count = sum(parameter.numel() for parameter in model.parameters())
-    words = f"Model: {_short(count)} parameters, {_short(size)}B with Adam's states"
+    words = f"Model: {_short(count)} parameters, {_short(size)}B"
+    if trains:
+        words += " with Adam's states"
     if size <= _PART * least:
         return True, f"{words}: whole on each rank, as under DDP"
     return False, f"{words}, which is more than half of the {_short(least)}B of a rank: sharded"

@@ -142,7 +142,7 @@ class _Materializer:
                 value = value.cpu()
         parameter = nn.Parameter(value, requires_grad=meta.requires_grad)
         parameter.__class__ = type(meta)  # type: ignore[assignment]
-        _compat.move_gradient_hooks(meta, parameter)
+        _compat.take_over(meta, parameter)
         return parameter
 
 

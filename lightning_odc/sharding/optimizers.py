@@ -6,7 +6,7 @@ would step on them without an error and without any effect on the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -67,19 +68,35 @@ class ParameterNames:
                     "before an earlier run may hold parameters that the model had before it was sharded: make a new "
                     "one."
                 )
-            for group in optimizer.param_groups:
-                parameters = group["params"]
-                parameters[:] = [shards.get(parameter, parameter) for parameter in parameters]
+            put_in_place(optimizer, shards)
             for before, shard in shards.items():
-                if before in optimizer.state and shard is not before:
+                if shard is not before and shard in optimizer.state:
                     part = partial(part_of, parameter=shard, advice=_LATER)
-                    optimizer.state[shard] = apply_to_collection(optimizer.state.pop(before), Tensor, part)
+                    optimizer.state[shard] = apply_to_collection(optimizer.state[shard], Tensor, part)
 
     def _shard(self, parameter: Tensor, current: dict[str, nn.Parameter]) -> Tensor:
         shard = current.get(self._names.get(parameter))
         if shard is None or shard.shape != parameter.shape:
             return parameter
         return shard
+
+
+def put_in_place(optimizer: Optimizer, others: Mapping[nn.Parameter, Tensor]) -> None:
+    """Let an optimizer step on other parameters, by those that they replace, with the states of these."""
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        parameters[:] = [others.get(parameter, parameter) for parameter in parameters]
+    for before, other in others.items():
+        if before in optimizer.state:
+            optimizer.state[other] = optimizer.state.pop(before)
+
+
+def make_states_whole(optimizer: Optimizer) -> None:
+    """Let the states of an optimizer be whole, in host memory. All ranks together."""
+    for parameter, state in optimizer.state.items():
+        optimizer.state[parameter] = apply_to_collection(
+            state, DTensor, lambda shard: shard.full_tensor().cpu()
+        )
 
 
 def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -87,7 +87,9 @@ def part_of(value: object, parameter: object, advice: str) -> object:
             f"tells how to shard it. {advice}"
         )
     mesh = parameter.device_mesh
-    part = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+    part = distribute_tensor(
+        whole(value).to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
+    )
     return part.to(parameter.device)  # which is the CPU where shards are offloaded
 
 

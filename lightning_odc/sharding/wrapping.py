@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Annotated, TypedDict, Unpack
 
 import torch
@@ -30,6 +29,7 @@ from lightning_odc.engine.scalars import scalars_of
 from lightning_odc.engine.units import class_names
 from lightning_odc.engine.values import send_values
 from lightning_odc.sharding.stepping import take_parts
+from lightning_odc.sharding.way_back import replaced
 
 #: Which modules: their classes, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or one of torch's objects.
 #: (Spelt out, since LightningCLI reads from it what a YAML file may say.)
@@ -76,8 +76,6 @@ def shard_model(
                 "of `self.block = FullyShardedDataParallel(self.block)`, or leave the sharding to "
                 "`ODCStrategy(auto_wrap_policy={Block})`."
             )
-    named = partial(model.named_parameters, remove_duplicate=False)
-    hooked = {name: parameter for name, parameter in named() if _compat.gradient_hooks_of(parameter)}
     options = _options(mesh, how)
     _send_values(model, mesh)
     # Where modules are sharded, the user has chosen the units.
@@ -95,9 +93,6 @@ def shard_model(
             # once.
             options["reshard_after_forward"] = None
         _shard_unit(model, options)
-    for name, parameter in named():
-        if name in hooked and parameter is not hooked[name]:
-            _compat.move_gradient_hooks(hooked[name], parameter)
     take_parts(model)
 
 
@@ -149,7 +144,11 @@ def _shard_unit(module: nn.Module, options: _UnitOptions) -> None:
     for parameter in ignored:
         if not parameter.is_meta:  # else it gets its memory there
             parameter.data = parameter.data.to(options["mesh"].device_type)
+    before = dict(module.named_parameters())
     fully_shard(module, **options, ignored_params=ignored)
+    for name, parameter in module.named_parameters():
+        if parameter is not before[name]:
+            replaced(before[name], parameter)
 
 
 def wrap_targets(model: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Module]:

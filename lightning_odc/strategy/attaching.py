@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -94,14 +95,18 @@ class AttachingStrategy:
             )
         if asked != "AUTO" or is_sharded:
             return
-        strategy = self._groups.strategy
-        rendezvous = process_group_rendezvous(dist.group.WORLD)
-        device = strategy.root_device
-        self.is_whole, found = fitting.fits_whole(model, device, strategy.num_processes, rendezvous)
+        self.is_whole, found = self._fits(model, self._groups.strategy.root_device)
         if says and self.is_whole:
             found += f"; {self._wording.write('sharding_strategy', 'FULL_SHARD')} shards it"
         if says:
             rank_zero_info(f"{found}.")
+
+    def _fits(self, model: nn.Module, device: torch.device, trains: bool = True) -> tuple[bool, str]:
+        """Whether every rank can train a whole model, or have it, and how large it is. All ranks together."""
+        rendezvous = process_group_rendezvous(dist.group.WORLD)
+        return fitting.fits_whole(
+            model, device, self._groups.strategy.num_processes, rendezvous, trains=trains
+        )
 
     def _attach(
         self,

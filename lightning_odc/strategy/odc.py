@@ -293,6 +293,8 @@ class ODCStrategy(ReducingStrategy):
                 attached.close()
             if signals is not None and not self._failed:
                 signals.deliver()
+            if attached is not None and not self._failed:
+                self._give_back()
         finally:
             super().teardown()
 

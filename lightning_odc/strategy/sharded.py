@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -17,7 +19,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,7 +33,8 @@ from lightning_odc.sharding import checkpoints, nodes
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT
 from lightning_odc.sharding.initialize import Unfilled, materialize
-from lightning_odc.sharding.optimizers import ParameterNames, regroup
+from lightning_odc.sharding.optimizers import ParameterNames, make_states_whole, put_in_place, regroup
+from lightning_odc.sharding.way_back import make_whole, unwrap
 from lightning_odc.sharding.wrapping import (
     HowToShard,
     mesh_for,
@@ -89,7 +92,11 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self.timeout = timeout or DEFAULT_TIMEOUT
         self._groups = Groups(self.options, self, device_mesh, replicates=name in nodes.ON_DEMAND)
         self._reshard_after_forward = on_demand == "FULL_SHARD"
+        # Of all runs in one process group: shards that a callback has kept go together with those of later runs.
         self._mesh: DeviceMesh | None = None
+        self._named_mesh: DeviceMesh | None = None
+        self._world: Callable[[], object] = object  # that group
+        self._wrappers: set[nn.Module] = set()  # for activation checkpointing, of our own
         self.precision_plugin = precision_plugin
         self._on_teardown = ExitStack()
         self._unfilled: list[Unfilled] = []
@@ -147,7 +154,6 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             _compat_lightning.set_process_group_backend(self, OFFLOADING_BACKEND)
         with self._starting(self._device_type()):
             super().setup_environment()
-        self._mesh = None
         module = self.lightning_module
         if module is not None:
             self._set_device_mesh(module)
@@ -163,11 +169,14 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         if whole is None:
             if not is_overridden("configure_model", module):
                 return
+            mesh = self.shard_mesh
+            whole = self._named_mesh
+        if whole is None:
             # Modules for ``ModelParallelStrategy`` ask for these: "data_parallel" is the mesh, or under hybrid sharding
             # its last dimension, and "tensor_parallel" is one rank.
-            mesh = self.shard_mesh
             names = ("replicate", "data_parallel", "tensor_parallel")[-mesh.ndim - 1 :]
             whole = init_device_mesh(mesh.device_type, (*mesh.shape, 1), mesh_dim_names=names)
+            self._named_mesh = whole
             self._mesh = whole[names[:-1]]  # one mesh: DTensors of two do not go together
         _compat_lightning.set_device_mesh(module, whole)
         self._on_teardown.callback(_compat_lightning.set_device_mesh, module, None)
@@ -179,6 +188,10 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         One dimension: all ranks, or with tensor parallelism those that have the same part of the model. Two,
         ``(replicate, shard)``, where collectives shard in the hybrid way. Needs the process group.
         """
+        if self._world() is not dist.group.WORLD:
+            self._world = weakref.ref(dist.group.WORLD)
+            self._mesh = None
+            self._named_mesh = None
         if self._mesh is None:
             groups = self._groups
             layout = groups.layout()
@@ -200,7 +213,9 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         """Shard the model unless it is kept whole, and give values to what was made on the meta device."""
         with self._names.recorded(model):
             if not isinstance(model, FSDPModule):
+                given = {*model.modules()}
                 _compat_lightning.wrap_checkpointed(model, self)
+                self._wrappers = {*model.modules()} - given
             if not self.is_whole:
                 self._shard(model, announce=True)
                 divided = None
@@ -215,6 +230,37 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def _shard(self, model: nn.Module, announce: bool) -> None:
         policy = self.kwargs.get("auto_wrap_policy")
         shard_model(model, self.shard_mesh, wrap_policy=policy, announce=announce, **self._how_to_shard)
+
+    def _give_back(self) -> None:
+        """Let the model be what its user gave, as after DDP: whole, and without wrappers. All ranks together."""
+        host = torch.device("cpu")
+        if self._groups.divides_layers:
+            return
+        if not self.is_whole:
+            fits, found = self._fits(self.model, host, trains=False)
+            if not fits:
+                rank_zero_info(
+                    f"{found} after this run, too. In a run, one rank reads whole weights by "
+                    "`self.trainer.strategy.stream_parameters()`, and `with self.trainer.strategy.gathered():` keeps "
+                    "units whole."
+                )
+                return
+            with self._ordinary_tensors():
+                self._make_whole(host)
+        unwrap(self.model, self._wrappers)
+        self._wrappers = set()
+
+    def _make_whole(self, host: torch.device) -> None:
+        parameters = make_whole(self.model)
+        # Training takes more: else the states of optimizers stay sharded, for checkpoints and for another run.
+        fits, _ = self._fits(self.model, host)
+        for optimizer in self.optimizers:
+            put_in_place(optimizer, parameters)
+            if fits:
+                make_states_whole(optimizer)
+        if self.root_device != host:
+            self.model.to(host)
+        self._names = ParameterNames()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)

@@ -213,7 +213,7 @@ def test_generate_ends_on_every_rank_by_itself_and_reads_once(rank, communicatio
         uneven = [1, 3][rank]
     batches = token_batches([6], seed=rank, vocab=11)
     t.fit(module, loader(batches), loader(batches * uneven) if uneven else None)
-    assert is_fsdp_managed_module(module.net)  # as fully_shard left it
+    assert not is_fsdp_managed_module(module.net)  # the run is over, and it is whole
     assert "generate" not in vars(module.net)
     assert module.counts == counts[rank]
 
