@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,12 @@ def reset_before(m: Any, scores: Tensor, labels: Tensor) -> None:
     computed(m, scores, labels)
 
 
+def hidden(m: Any, scores: Tensor, labels: Tensor) -> None:
+    """In a list, where nothing finds it."""
+    m.metric[0].update(scores, labels)
+    m.log("v", m.metric[0].compute())
+
+
 #: A metric, and how a step uses it.
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor, Tensor], None]]] = {
     "returned": (lambda: f1(dist_sync_on_step=True), returned),
@@ -109,6 +116,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor, Tensor], None]]
     "wrapped": (lambda: MinMaxMetric(f1()), raw_returned),
 }
 EVERY = [*KINDS]
+KINDS["hidden"] = (lambda: [f1()], hidden)
 KINDS["own"] = (f1, as_object)  # which exchanges at the end of the epoch alone
 
 
@@ -165,6 +173,20 @@ def test_a_metric_that_exchanges_logs_as_under_ddp_while_batches_are_cut(rank, k
     assert "v" in odc.steps[0] or len(odc.steps[0]) > 1
     assert odc.steps == list(map(about, ddp.steps))
     assert odc.epochs == list(map(about, ddp.epochs))
+
+
+TALKS = r"""talks to other ranks \(\S+test_metrics_in_steps\.py:\d+: `m.log\("v", m.metric\[0\].compute\(\)\)`\)"""
+
+
+@on_ranks(2)
+def test_what_talks_all_the_same_is_named_by_its_line_with_the_line_that_helps(rank):
+    data = DataLoader(samples(), batch_size=BATCH, collate_fn=collate)
+    with warned() as caught:
+        fit(Measured("hidden").double(), data, balance="auto")
+    text = "\n".join(caught)
+    assert rank > 0 or re.search(TALKS, text), text
+    assert rank > 0 or "\n    self.log(name, value, sync_dist=True)\n" in text
+    assert rank > 0 or "if it is an attribute of the module" in text
 
 
 #: How many samples the microbatches of each step have, by rank.
