@@ -19,8 +19,15 @@ from lightning_odc.data.rng import RandomState
 Restore = Callable[[], object]
 """Puts something back."""
 
-LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
-LIBRARIES += ("torch", "torchmetrics", "transformers", "lightning_odc")
+LIBRARIES = {
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "torch",
+    "torchmetrics",
+}
+LIBRARIES |= {"transformers", "lightning_odc"}
 _DEPTH = 3  # of objects in objects that are put back
 _MOST_ITEMS = 10_000  # of a container that is copied
 #: What `fully_shard` changes, and changes back.
