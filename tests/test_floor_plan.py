@@ -31,10 +31,10 @@ NODES = {
     "run": 5365,
     "sharding": 6726,
     "strategy": 16272,
-    "trial": 5370,
+    "trial": 5366,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 107312
+MOST_NODES = 107308
 MOST_NODES_OF_BENCHMARKS = 55878
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "tests": 9.0, "benchmarks": 8.5}

@@ -26,8 +26,9 @@ LIBRARIES = {
     "lightning_utilities",
     "torch",
     "torchmetrics",
+    "transformers",
+    "lightning_odc",
 }
-LIBRARIES |= {"transformers", "lightning_odc"}
 _DEPTH = 3  # of objects in objects that are put back
 _MOST_ITEMS = 10_000  # of a container that is copied
 #: What `fully_shard` changes, and changes back.
