@@ -412,3 +412,15 @@ def set_computed(item: Any, value: Any) -> None:
     """Make ``value`` what an item of Lightning's results has computed."""
     # Why: Lightning keeps a computed value until the next update or reset, and does not synchronise it again.
     item._computed = value
+
+
+def computed_by(metric: Any) -> Any:
+    """What a torchmetrics object has computed, and would return again; ``None`` after an update."""
+    # Why: a value that a user logs is known by being this object.
+    return metric._computed
+
+
+def set_forward_cache(metric: Any, value: Any) -> None:
+    """Make ``value`` what a torchmetrics object has returned last for a batch."""
+    # Why: Lightning logs it as the value of the step.
+    metric._forward_cache = value

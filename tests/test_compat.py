@@ -27,6 +27,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_odc import _compat, _compat_lightning
 
@@ -44,6 +45,7 @@ NAMES: list[tuple[Any, str]] = [
     (importlib.import_module("torch.distributed._composable_state"), "_module_state_mapping"),
     (_EvaluationLoop, "_store_dataloader_outputs on_run_end num_dataloaders _is_sequential"),
     (_LoggerConnector, "epoch_end_reached update_eval_epoch_metrics"),
+    (MeanMetric(), "_computed _forward_cache"),
     (FSDPStrategy(), "_configure_launcher _launcher"),
     (ModelParallelStrategy(None), "_configure_launcher _backward_sync_control"),  # type: ignore[arg-type]
     (torch.cuda, "mem_get_info memory_reserved memory_allocated max_memory_allocated"),

@@ -230,10 +230,12 @@ class Session:
         verdict = self.host.try_samples(samples)
         if verdict.communicates or verdict.edits:
             does = "changes parameters"
+            remedy = ""
             if verdict.communicates:
-                does = "talks to other ranks"
+                does = f"talks to other ranks ({verdict.communicates})"
+                remedy = "log"
             reason = f"{self.host.wording.step} {does}, so all must run equally many batches"
-            return Verdict(None, reason, communicates=True)
+            return Verdict(None, reason, communicates=does, remedy=remedy)
         return verdict
 
     def _announce(self) -> None:
@@ -329,6 +331,8 @@ class Session:
         remedy = self._verdict.remedy
         if remedy == "num_items":
             return wording.num_items
+        if remedy == "log":
+            return wording.log
         if not remedy:
             return ""
         line = f'BalancedDataLoader(..., weighting="{remedy}")'

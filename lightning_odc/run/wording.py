@@ -15,6 +15,7 @@ class Wording:
     step: str  # what computes a loss: "training_step"
     equal_counts: str  # what collectives ask of users
     num_items: str = ""  # how a step says what its loss is a mean over
+    log: str = ""  # how values of all ranks are logged without a collective in the step
     make_room: str = (
         "Make room: activation checkpointing, parameters in host memory or in bf16, shorter samples"
     )

@@ -1,7 +1,6 @@
 """What a step logs while it runs several microbatches, gathered into the values of the minibatch.
 
-Totals of logged names are exchanged between ranks. A torchmetrics object adds up by itself: it sums or concatenates its
-states over ranks with collectives, one per state (`gather_state`).
+Totals of logged names are exchanged between ranks. A torchmetrics object adds up by itself, see `torch_metrics`.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from numbers import Number
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_odc import _compat
 from lightning_odc.errors import DisagreementError
+from lightning_odc.strategy.torch_metrics import Origin, metrics_of
 
 #: The "reduction" of a torchmetrics object, which adds up by itself.
 METRIC = "metric"
@@ -60,6 +59,7 @@ class Total:
     weight: float = 0.0  # the sum of weights
     fx: str = ""  # the hook that logged it
     dataloader_idx: int | None = None  # of the loader it belongs to, where there are several
+    origin: Origin | None = None  # of the value, if a metric computes it at the end of the step
     dtype: torch.dtype | None = None  # to log it in
     metric: Metric | None = None  # which does not travel between ranks
     # Values and weights of microbatches that are not added up yet.
@@ -68,6 +68,8 @@ class Total:
     @property
     def is_shared(self) -> bool:
         """Whether it is a value of several ranks and not of this one alone."""
+        if self.origin is not None and self.origin.exchanges:
+            return True
         if self.reduction == METRIC:
             return bool(getattr(self.metric, "sync_on_compute", True))
         left_to_lightning = self.options.get("rank_zero_only") or self.options.get("sync_dist_group")
@@ -92,7 +94,7 @@ class Total:
 
 
 Message = list[list[Any]]
-"""Shared totals of a rank, as it travels as JSON: the fields of each, up to its loader."""
+"""Shared totals of a rank, as it travels as JSON: the fields of each, up to its origin."""
 
 
 def to_message(totals: Iterable[Total]) -> Message:
@@ -108,7 +110,9 @@ def to_message(totals: Iterable[Total]) -> Message:
             if key != "reduce_fx" and isinstance(option, bool | int | float | str | None)
         }
         sums = [total.value, total.weight]
-        message.append([total.name, total.reduction, options, *sums, total.fx, total.dataloader_idx])
+        message.append(
+            [total.name, total.reduction, options, *sums, total.fx, total.dataloader_idx, total.origin]
+        )
     return message
 
 
@@ -118,6 +122,8 @@ def merge(by_rank: Sequence[Message]) -> list[Total]:
     for rank, message in enumerate(by_rank):
         for fields in message:
             total = Total(*fields)
+            if total.origin is not None:
+                total.origin = Origin(*total.origin)
             parts.setdefault(total.identity, {})[rank] = total
     return [_combined(parts[identity]) for identity in sorted(parts)]
 
@@ -137,35 +143,11 @@ def _combined(parts: dict[int, Total]) -> Total:
     return replace(first, value=value, weight=weight, dtype=torch.float64)
 
 
-# -- torchmetrics objects ---------------------------------------------------------------------------------
-
-
-def gather_state(state: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Gather a state of a metric, as torchmetrics does: what its ``dist_sync_fn`` is.
-
-    A list has neither dtype nor shape while it is empty, and one number of a list has no dimension. So a rank without
-    data takes those of the other ranks.
-    """
-    shapes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, (state.dtype, state.shape), group)
-    if not state.ndim and any(len(shape) for _, shape in shapes):
-        state = state.unsqueeze(0)
-    if not state.numel():
-        for dtype, shape in shapes:
-            if 0 not in shape:
-                state = state.new_empty((0, *shape[1:]), dtype=dtype)
-    return gather_all_tensors(state, group)
-
-
-def metrics_of(module: nn.Module) -> list[tuple[str, Metric]]:
-    """The metrics in a module or a metric, itself included, with their paths."""
-    return [(name, part) for name, part in module.named_modules() if isinstance(part, Metric)]
-
-
 class LogBook:
     """Takes the place of ``LightningModule.log`` while microbatches run; a value is logged once per minibatch."""
 
-    def __init__(self) -> None:
+    def __init__(self, origin_of: Callable[[object], Origin | None] = lambda _: None) -> None:
+        self._origin_of = origin_of
         # The weighted mean over microbatches (or what `reduce_fx` says), over all ranks if `sync_dist=True`. No
         # log call communicates, so ranks may run different numbers of microbatches. A torchmetrics object is
         # logged on all ranks if on any, since it synchronises by collectives at the end of the epoch.
@@ -249,11 +231,14 @@ class LogBook:
     def _record(self, name: str, value: Value | Metric, options: LogOptions, module: LightningModule) -> None:
         weight = options.pop("batch_size", None)
         options.pop("enable_graph", None)  # values travel as plain numbers
+        origin = None
+        if options.get("on_step") is not False or not isinstance(value, Metric):
+            origin = self._origin_of(value)
         if isinstance(value, Metric):
             if options.get("metric_attribute") is None:
                 paths = (path for path, part in metrics_of(module) if part is value)
                 options["metric_attribute"] = next(paths, None)
-            self._totals[name] = Total(name, METRIC, options, metric=value)
+            self._totals[name] = Total(name, METRIC, options, origin=origin, metric=value)
             return
         if options.get("sync_dist_group") is not None:
             raise ValueError(
@@ -276,6 +261,7 @@ class LogBook:
                 f"self.log({name!r}, ...) was called twice in one minibatch, with reduce_fx={total.reduction!r} and "
                 f"with {reduction!r}. Log it under two names."
             )
+        total.origin = origin or total.origin
         if isinstance(value, Tensor):
             value = value.detach()
         self._open.append((total, value, weight))
@@ -300,13 +286,29 @@ class LoggedNames:
         self._log(name, *args, **options)
 
 
-def flush(logged: Iterable[Total], module: LightningModule) -> None:
-    """Log totals for real. A mean whose weights add up to zero is a mean over nothing: it is not logged."""
+def flush(
+    logged: Iterable[Total],
+    module: LightningModule,
+    value_of: Callable[[Origin, Metric], Any] = lambda *_: None,
+) -> None:
+    """Log totals for real. A mean whose weights add up to zero is a mean over nothing: it is not logged.
+
+    Args:
+        logged: The totals.
+        module: What they are logged through.
+        value_of: What a metric returns for the whole step, where that is an origin.
+    """
     for total in logged:
+        result: Any = total.result
+        if total.origin is not None:
+            result = value_of(total.origin, metric_of(total, module))
         if total.reduction == METRIC:
-            module.log(total.name, metric_of(total, module), **total.options)
-        elif total.result is not None:
-            value = torch.tensor(total.result, dtype=total.dtype, device=module.device)
+            metric = metric_of(total, module)
+            if total.origin is not None:
+                _compat.set_forward_cache(metric, result)
+            module.log(total.name, metric, **total.options)
+        elif result is not None:
+            value = torch.tensor(float(result), dtype=total.dtype, device=module.device)
             options = {**total.options, "batch_size": total.weight}
             if float(total.weight).is_integer():
                 options["batch_size"] = int(total.weight)
@@ -317,7 +319,9 @@ def metric_of(total: Total, module: LightningModule) -> Metric:
     """The metric object of a total on this rank."""
     metric = total.metric
     if metric is None:  # another rank has logged it
-        attribute = total.options["metric_attribute"]
+        attribute = total.options.get("metric_attribute", "")
+        if total.origin is not None:
+            attribute = total.origin.path
         metric = dict(metrics_of(module)).get(attribute)
     if metric is None:
         raise DisagreementError(

@@ -41,7 +41,6 @@ from lightning_odc.strategy.callbacks import (
 )
 from lightning_odc.strategy.comparisons import compare_batches, compare_programs, compare_whole_parameters
 from lightning_odc.strategy.evaluation import Evaluation
-from lightning_odc.strategy.logbook import gather_state, metrics_of
 from lightning_odc.strategy.options import (
     Backend,
     Balance,
@@ -54,6 +53,7 @@ from lightning_odc.strategy.options import (
 from lightning_odc.strategy.reducing import ReducingStrategy
 from lightning_odc.strategy.signals import PendingSignals
 from lightning_odc.strategy.step import Training
+from lightning_odc.strategy.torch_metrics import gather_state, metrics_of
 from lightning_odc.strategy.training_data import TrainingData
 
 

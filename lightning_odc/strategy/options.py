@@ -63,6 +63,9 @@ WORDING = Wording(
     equal_counts="Every rank then runs equally many microbatches, and balanced plans are made so.",
     num_items="If it is a mean over n items that training_step counts, let it return\n"
     '    {"loss": loss * n, "num_items": n}',
+    log="If it is for a value that is logged, write\n    self.log(name, value, sync_dist=True)\n"
+    "which exchanges it once per step, or compute it in on_train_batch_end. A torchmetrics object waits for the end of "
+    "the step, too, if it is an attribute of the module",
     make_room="Make room: activation_checkpointing_policy={Block} or cpu_offload=True in ODCStrategy(...), "
     'Trainer(precision="bf16-mixed"), shorter samples',
 )

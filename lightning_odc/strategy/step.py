@@ -24,7 +24,7 @@ is returned with its graph, and *with the value* of all this rank's microbatches
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -53,6 +53,7 @@ from lightning_odc.strategy.model_facts import packing_trouble
 from lightning_odc.strategy.options import WORDING
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
+from lightning_odc.strategy.torch_metrics import StepMetrics
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import BatchOf, try_loss
 from lightning_odc.trial.samples import TrialSamples
@@ -104,7 +105,8 @@ class Training(Door):
         self._call = partial(call_step, strategy, "training_step")
         computed_in = (strategy.precision_plugin.compute_dtype, strategy.mixed_precision_policy.param_dtype)
         self._fp16 = torch.float16 in computed_in
-        self._logbook = LogBook()
+        self._metrics = StepMetrics(self._module, self.engine)
+        self._logbook = LogBook(self._metrics.origin_of)
         self._logged = LoggedNames(self._module)  # by the plain batch at hand
         self._runner = strategy.attached.run_through(
             self,
@@ -162,7 +164,7 @@ class Training(Door):
                 return self._call(batch, *args, **kwargs)
         if not isinstance(batch, Minibatch):
             return self._plain(batch)
-        with self._logbook.recording(self._module):
+        with self._metrics.recording(), self._logbook.recording(self._module):
             self._runner.minibatch(batch, self._session.audit, leaves_last=True)
         return self._runner.batch.output()
 
@@ -226,14 +228,18 @@ class Training(Door):
         # As a Minibatch: of a plain batch, Lightning has called the first of the hooks before.
         return self._strategy.batch_to_device(Minibatch([converted]), self._device)[0]
 
-    def quiet(self) -> AbstractContextManager[None]:
-        return replaced_log(self._module, lambda *_, **__: None)
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        with replaced_log(self._module, lambda *_, **__: None), self._metrics.alone():
+            yield
 
     def weigh(self, weight: float | Tensor) -> None:
         self._logbook.weigh(weight)
+        self._metrics.end_microbatch()
 
     def forget(self) -> None:
         self._logbook.drop()
+        self._metrics.end_microbatch()
 
     def try_loss(
         self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None, engine: Engine | None = None
@@ -257,7 +263,7 @@ class Training(Door):
             engine = self.engine
         trial = self.try_loss(lambda group: self.move(samples.batch_of(group)), samples.tokens, engine=engine)
         if self._strategy.options.context_parallel_size > 1:  # it talks inside of a group
-            trial = replace(trial, communicates=False)
+            trial = replace(trial, communicates="")
         return trial
 
     def packing_trouble(self) -> str:
@@ -337,4 +343,5 @@ class Training(Door):
         self._step = _OptimizerStep()
         if totals:
             with _compat_lightning.logging_as(self._module, "training_step"):
-                flush(totals, self._module)
+                flush(totals, self._module, self._metrics.value_of)
+        self._metrics.end_step()

@@ -1,15 +1,18 @@
-"""Whether code talks to other ranks, or changes parameters."""
+"""Whether and where code talks to other ranks, or changes parameters."""
 
 from __future__ import annotations
 
+import linecache
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_odc import _compat
 from lightning_odc.data.content import tensors_of
+from lightning_odc.trial.untouched import LIBRARIES
 
 
 class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
@@ -19,13 +22,16 @@ class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
 
     Args:
         parameters: Those that are watched.
+
+    Attributes:
+        heard: The line of the first such collective, ``file:line: `code` ``; empty while there was none.
     """
 
     supports_higher_order_operators = True  # passes them on
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.heard = False
+        self.heard = ""
         self.kept: dict[Tensor, Tensor] = {}  # what parameters were before they were written to
         whole = [one for one in parameters if type(one.data) is Tensor and one.numel()]
         self._watched = {one.untyped_storage().data_ptr(): one for one in whole}
@@ -33,10 +39,9 @@ class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.heard and func.namespace in ("c10d", "_c10d_functional"):
-            frame: Any = sys._getframe(1)
-            while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_MOVERS):
-                frame = frame.f_back
-            self.heard = frame is None
+            frames = [*_frames(sys._getframe(1))]
+            if not any(_module_of(frame).startswith(_MOVERS) for frame in frames):
+                self.heard = _line_of(frames)
         self._keep(_compat.written_by(func, args))
         return func(*args, **(kwargs or {}))
 
@@ -59,3 +64,24 @@ class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
 
 
 _MOVERS = ("torch.distributed.fsdp.", "torch.distributed.tensor.", "lightning_odc.engine.")
+_NOT_OF_USERS = {*LIBRARIES, *sys.stdlib_module_names} - {"__main__"}
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _line_of(frames: Iterable[FrameType]) -> str:
+    """The innermost line that is not of a library which every user has."""
+    for frame in frames:
+        if _module_of(frame).split(".")[0] not in _NOT_OF_USERS:
+            file = frame.f_code.co_filename
+            code = linecache.getline(file, frame.f_lineno).strip()
+            return f"{file}:{frame.f_lineno}: `{code}`"
+    return "a library"

@@ -67,10 +67,10 @@ class Verdict:
     rule: Rule | None  # what a microbatch counts; `None` if nothing explains the losses
     reason: str = ""  # why there is none
     has_failed: bool = False  # an exception has ended it
-    communicates: bool = False  # the step talks to other ranks
+    communicates: str = ""  # the line by which the step talks to other ranks
     edits: bool = False  # the step changes parameters by itself
     is_wide: bool = False  # the arithmetic of training was too coarse, and float64 has decided
-    # what may help where there is none: a weighting, or `"num_items"`, which the step would have to return
+    # what may help where there is none: a weighting, `"num_items"`, which the step would have to return, or `"log"`
     remedy: str = ""
 
 

@@ -19,7 +19,16 @@ from lightning_odc.data.rng import RandomState
 Restore = Callable[[], object]
 """Puts something back."""
 
-_LIBRARIES = ("lightning", "pytorch_lightning", "torch", "transformers", "lightning_odc")
+LIBRARIES = {
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "torch",
+    "torchmetrics",
+    "transformers",
+    "lightning_odc",
+}
 _DEPTH = 3  # of objects in objects that are put back
 _MOST_ITEMS = 10_000  # of a container that is copied
 #: What `fully_shard` changes, and changes back.
@@ -68,7 +77,7 @@ def restorer(value: Any, depth: int = _DEPTH) -> Restore:
         return _container_restorer(value, depth)
     if isinstance(value, nn.Module) and depth:  # one that is hidden in a list, or a hyperparameter
         return _module_restorer(value, depth - 1)
-    is_own = type(value).__module__.split(".")[0] not in _LIBRARIES and not callable(value)
+    is_own = type(value).__module__.split(".")[0] not in LIBRARIES and not callable(value)
     if depth and is_own and hasattr(value, "__dict__"):
         return restorer(vars(value), depth - 1)
     return lambda: None
