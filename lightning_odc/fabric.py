@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_odc.arguments import Count, checked
 from lightning_odc.attached import WORDING
 from lightning_odc.engine.advice import refuse_optimizers
+from lightning_odc.engine.values import give_first_values
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT, FloatDtype, MemorySize, Timeout
 from lightning_odc.sharding.nodes import check_shards
@@ -158,6 +159,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         if self.is_whole:
             return module
         mesh = self._groups.data_parallel or mesh_for(self.root_device.type, self.world_size)
+        give_first_values(module, self.root_device, mesh.get_group())
         shard_model(
             module,
             mesh,

@@ -145,6 +145,7 @@ def test_the_root_is_the_public_face():
         "__init__",
         "__main__",
         "arguments",
+        "background",
         "progress",
         "_compat",
         "_compat_lightning",

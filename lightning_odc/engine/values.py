@@ -7,9 +7,40 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_odc._version import __version__
+from lightning_odc.engine.collective import process_group_rendezvous
+from lightning_odc.engine.units import compare_lines
 
 _AT_ONCE = 32  # tensors, which may all be copied to the device
+
+
+def give_first_values(
+    model: nn.Module, device: torch.device | None = None, group: dist.ProcessGroup | None = None
+) -> None:
+    """Let all ranks begin with the parameters and buffers of rank 0. All ranks together, before training.
+
+    Args:
+        model: It is not sharded. Tensor parallelism may divide it.
+        device: The device that communicates.
+        group: The ranks with the same part of the model, if it is divided.
+
+    Raises:
+        DisagreementError: Ranks have other parameters than rank 0.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    lines = [f"lightning-odc {__version__}"]
+    for name, parameter in model.named_parameters():
+        kind = "trainable" if parameter.requires_grad else "frozen"
+        lines.append(f"{name}: shape {list(parameter.shape)}, {parameter.dtype}, {kind}")
+    compare_lines(process_group_rendezvous(dist.group.WORLD), lines)
+    send_values([*model.parameters(), *model.buffers()], device)
+    divided = [one.to_local() for one in model.parameters() if isinstance(one, DTensor)]
+    if divided and group is not None:
+        send_values(divided, device, group)
 
 
 @torch.no_grad()

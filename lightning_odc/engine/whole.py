@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_odc._version import __version__
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import forget_pass
@@ -44,8 +43,7 @@ from lightning_odc.engine.records import (
     total_weight,
 )
 from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec
-from lightning_odc.engine.units import compare_lines
-from lightning_odc.engine.values import send_values
+from lightning_odc.engine.values import give_first_values, send_values
 from lightning_odc.engine.whole_gradients import WholeGradients
 from lightning_odc.errors import DisagreementError
 
@@ -77,11 +75,6 @@ class WholeEngine(Engine):
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         self._model = model
         self._gradients = gradients
-        lines = [f"lightning-odc {__version__}"]
-        for name, parameter in model.named_parameters():
-            kind = "trainable" if parameter.requires_grad else "frozen"
-            lines.append(f"{name}: shape {list(parameter.shape)}, {parameter.dtype}, {kind}")
-        compare_lines(self._rendezvous, lines)
         self.give_values()
         self._sums = FlatSums(self._trained(), self._ranks, self._accumulator_dtype)
         self._whole = WholeGradients(self._sums.parameters, self._sums.add)
@@ -91,7 +84,7 @@ class WholeEngine(Engine):
         return [one for one in self._model.parameters() if one.requires_grad and self._gradients]
 
     def give_values(self) -> None:
-        send_values([*self._model.parameters(), *self._model.buffers()])
+        give_first_values(self._model)
         self._versions = {tensor: tensor._version for tensor in self._not_trained()}
 
     def _not_trained(self) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from lightning_odc import _compat
-from lightning_odc.engine.values import send_values
+from lightning_odc.engine.values import give_first_values
 from lightning_odc.sharding.wrapping import repeated_blocks
 
 
@@ -39,7 +39,7 @@ def prepare(accelerator: Any, shard: Callable[..., Any], args: Any, *objects: An
     models = [one for one in objects if isinstance(one, nn.Module)]
     if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # else Accelerate does it
         for model in models:
-            send_values([*model.parameters(), *model.buffers()], accelerator.device)
+            give_first_values(model, accelerator.device)
     if not models or any(args.fsdp_config[name] for name in chosen):
         return shard(*objects, **options)
     [model] = models

@@ -21,13 +21,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
-from torch.distributed.tensor import DTensor
 
 from lightning_odc import _compat
 from lightning_odc.arguments import Like
 from lightning_odc.engine.scalars import scalars_of
 from lightning_odc.engine.units import class_names
-from lightning_odc.engine.values import send_values
+from lightning_odc.engine.values import give_first_values
 from lightning_odc.sharding.stepping import take_parts
 from lightning_odc.sharding.way_back import replaced
 
@@ -77,7 +76,6 @@ def shard_model(
                 "`ODCStrategy(auto_wrap_policy={Block})`."
             )
     options = _options(mesh, how)
-    _send_values(model, mesh)
     # Where modules are sharded, the user has chosen the units.
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
@@ -96,16 +94,6 @@ def shard_model(
     take_parts(model)
 
 
-def _send_values(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let all ranks begin with the values of rank 0, before each cuts its shards out of its own."""
-    device = torch.device(mesh.device_type)
-    send_values([*model.parameters(), *model.buffers()], device)
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):  # else these are shards
-        divided = [one.to_local() for one in model.parameters() if isinstance(one, DTensor)]
-        if divided:  # over ranks that compute one sample; the mesh is that of those with equal parts
-            send_values(divided, device, mesh.get_group())
-
-
 def wrapping_shards(mesh: DeviceMesh, **how: Unpack[HowToShard]) -> AbstractContextManager[None]:
     """A context in which ``wrap(layer)`` of ``torch.distributed.fsdp.wrap`` makes a unit of the layer, in place."""
     # Models that were written for FSDP1 call it in ``configure_model``.
@@ -113,7 +101,7 @@ def wrapping_shards(mesh: DeviceMesh, **how: Unpack[HowToShard]) -> AbstractCont
 
     def shard(module: nn.Module) -> nn.Module:
         if not isinstance(module, FSDPModule):
-            _send_values(module, mesh)
+            give_first_values(module, torch.device(mesh.device_type))
             _shard_unit(module, options)
         return module
 

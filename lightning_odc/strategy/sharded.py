@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from lightning_odc import _compat_lightning
 from lightning_odc.data.convert import only
 from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.engine.values import give_first_values
 from lightning_odc.sharding import checkpoints, nodes
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT
@@ -217,6 +218,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
                 _compat_lightning.wrap_checkpointed(model, self)
                 self._wrappers = {*model.modules()} - given
             if not self.is_whole:
+                self._give_first_values(model)
                 self._shard(model, announce=True)
                 divided = None
                 if self._groups.divides_layers:
@@ -226,6 +228,14 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         if self.is_whole:
             model.to(self.root_device)
         return model
+
+    def _give_first_values(self, model: nn.Module) -> None:
+        assert self.lightning_module is not None
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if fits and not any(isinstance(module, FSDPModule) for module in model.modules()):
+            data_parallel = self._groups.data_parallel
+            group = None if data_parallel is None else data_parallel.get_group()
+            give_first_values(model, self.root_device, group)
 
     def _shard(self, model: nn.Module, announce: bool) -> None:
         policy = self.kwargs.get("auto_wrap_policy")

@@ -110,23 +110,23 @@ class Losses:
         """The rule that was chosen on some samples, and explains others, too; see Note [The loss is tested]."""
         tried = self.of_telling_groups()
         together = tried[-1].samples
-        refuted = None
+        confirming: list[Tried] = []
         if not self.listener.heard:
             fitting = fitting_rules(tried, self.noise)
             if not fitting:
                 return decide(tried, self.noise)
             differ = any(how_many_weights(self.alone, fitting, [sample]) > 1 for sample in together)
             if fitting[0].is_usual and not differ:
-                tried += self.of_confirming_groups(tried, fitting[0], most=1)
-                verdict = decide(tried, self.noise)
+                confirming = self.of_confirming_groups(tried, fitting[0], most=1)
+                verdict = decide(tried + confirming, self.noise)
                 if verdict.rule == fitting[0]:
                     return verdict
-                refuted = fitting[0]
         # Groups may hide what samples show: that rules differ, or that one fits by chance.
         tried += self.of([[sample] for sample in together[1:]])
         if self.listener.heard:  # ranks that divide samples have different losses, and must run equally often
             return decide(tried + self.of_confirming_groups(tried, None, most=6), self.noise)
-        verdict = decide(tried, self.noise, refuted)
+        verdict = decide(tried, self.noise)
+        tried += confirming  # what has contradicted one rule must fit the next one, too
         chosen = None
         while verdict.rule is not None and verdict.rule != chosen:
             chosen = verdict.rule

@@ -510,7 +510,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "own batch sampler": ({"batch_size": 1, "batch_sampler": OwnBatches(3)}, OWN, rf"{GROUPS}\.\.\., "),
     "sampler": ({"sampler": WEIGHTED}, {}, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
     "own sampler": ({"sampler": WEIGHTED}, OWN, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
-    "unknown": ({"dataset": ["a text"] * 8}, {}, UNKNOWN),
+    "unknown": ({"dataset": [object()] * 8}, {}, UNKNOWN),
     "stolen stream": ({"dataset": ListDataset(SAMPLES)}, {"balance": "steal"}, STOLEN),
 }
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_odc.engine.background import Background
+from lightning_odc.background import Background
 
 _Item = TypeVar("_Item")
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed
 
-from lightning_odc.engine.background import Background
+from lightning_odc.background import Background
 from lightning_odc.engine.nodes.column import Layout
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.errors import PeerFailedError

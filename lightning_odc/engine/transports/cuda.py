@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_odc import _compat
-from lightning_odc.engine.background import Background
+from lightning_odc.background import Background
 from lightning_odc.engine.transports import preflight
 from lightning_odc.engine.transports.base import Rendezvous, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.preflight import DeviceFacts

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 
-from lightning_odc.engine.background import Background
+from lightning_odc.background import Background
 from tests.strategy.test_launcher import run
 
 ALSO_AT_EXIT = """
 import datetime
 from torch.distributed import TCPStore
-from lightning_odc.engine.background import Background
+from lightning_odc.background import Background
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=20))
 is_over = False
