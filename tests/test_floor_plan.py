@@ -30,11 +30,11 @@ NODES = {
     "rl": 1969,
     "run": 5340,
     "sharding": 6726,
-    "strategy": 14961,
+    "strategy": 15863,
     "trial": 5271,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 105858
+MOST_NODES = 106803
 MOST_NODES_OF_BENCHMARKS = 55878
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "tests": 9.0, "benchmarks": 8.5}
