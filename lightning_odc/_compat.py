@@ -45,6 +45,13 @@ def written_by(operator: Any, arguments: Sequence[Any]) -> list[Any]:
     return [value for argument, value in named if argument.is_write]
 
 
+def collectives_so_far() -> int:
+    """How many collectives this rank has called in the group of all ranks."""
+    # Why: a `TorchDispatchMode`, which hears them, too, does not go with compiled modules (torch 2.9 to 2.13).
+    group: Any = torch.distributed.group.WORLD
+    return int(group._get_sequence_number_for_group())
+
+
 #: The process group that has a name (torch 2.9 to 2.15). Why: functional collectives have the name alone.
 group_named: Any = importlib.import_module("torch.distributed.distributed_c10d")._resolve_process_group
 

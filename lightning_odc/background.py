@@ -14,7 +14,7 @@ class Background:
     """Does jobs in their order, in a thread of its own, until it is stopped or a job raises.
 
     A thread that waits inside of torch while the interpreter ends may end the process with an error. So who has one
-    closes it at exit, if nobody has before.
+    closes it at exit, if that has not been done before.
 
     Args:
         name: What the thread is called, for debuggers.

@@ -39,6 +39,7 @@ NAMES: list[tuple[Any, str]] = [
     (_TrainingEpochLoop, "_num_ready_batches_reached update_lr_schedulers"),
     (Precision, "_after_closure"),
     (torch.distributed.distributed_c10d, "_get_default_store"),
+    (torch.distributed.ProcessGroup, "_get_sequence_number_for_group"),
     (importlib.import_module(_compat.CASTS_INPUTS), "_cast_fp_tensor"),
     (importlib.import_module("torch._dynamo.config"), "patch assume_static_by_default"),
     (importlib.import_module("torch.distributed._composable.contract"), "STATE_KEY REGISTRY_KEY"),

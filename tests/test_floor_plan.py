@@ -21,21 +21,21 @@ FILES = {
 #: The content of every room in nodes of the syntax tree, see `tests/support/content.py`; `""` is the files beside the
 #: rooms. Who adds a feature takes its nodes from somewhere. A room may have 3 % more.
 NODES = {
-    "": 9036,
+    "": 9279,
     "balance": 7605,
     "callbacks": 9122,
     "data": 15953,
-    "engine": 28975,
-    "huggingface": 2470,
+    "engine": 28853,
+    "huggingface": 2462,
     "rl": 1969,
-    "run": 5399,
-    "sharding": 7137,
-    "strategy": 16633,
-    "trial": 5546,
+    "run": 5401,
+    "sharding": 7068,
+    "strategy": 17602,
+    "trial": 5549,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 109845
-MOST_NODES_OF_BENCHMARKS = 56190
+MOST_NODES = 110863
+MOST_NODES_OF_BENCHMARKS = 56661
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "tests": 9.0, "benchmarks": 8.5}
 MOST_CONDITIONAL_PER_100 = 0.7

@@ -34,7 +34,7 @@ trainer = L.Trainer(
 )
 trainer.fit(TokenModule(), loader(token_batches([5, 3, 4, 6])))
 tensors = [torch.ones(4096) for _ in range(30)]
-works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]  # nobody waits for them
+works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]  # that go on
 del tensors, works
 {end}
 """

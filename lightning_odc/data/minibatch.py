@@ -128,9 +128,9 @@ class StealableWork:
 class Minibatch:
     """One rank's share of an optimizer step: 0 to k microbatches, each a batch as ``training_step`` expects it.
 
-    Yield one from a data loader per step and per rank. Every rank yields the same number of ``Minibatch`` objects. The
-    number of microbatches in them may differ from rank to rank, and may be zero. ``ODCStrategy`` moves them to the
-    device and calls ``training_step`` (``validation_step``, ``test_step``, ``predict_step``) once per microbatch.
+    Yield one from a data loader per step and per rank. The number of microbatches in them may differ from rank to rank,
+    and may be zero. ``ODCStrategy`` moves them to the device and calls ``training_step`` (``validation_step``,
+    ``test_step``, ``predict_step``) once per microbatch.
 
     The gradient of the step is ``sum_m w_m grad L_m / sum_m w_m`` over the microbatches of *all* ranks.
 

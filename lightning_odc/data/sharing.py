@@ -74,7 +74,7 @@ class _Pickler(pickle.Pickler):
 
 
 def content_of(sample: Any) -> bytes | None:
-    """A sample as bytes for `pickle.loads`; ``None`` if it cannot be pickled."""
+    """A sample as bytes; ``None`` if it cannot be pickled."""
     file = io.BytesIO()
     try:
         _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(sample)

@@ -79,7 +79,8 @@ class Ledger:
     microbatches: int = 0
     plans: list[str] = field(default_factory=list)
     is_last: bool = False
-    left_out: float = 0.0  # the part of the plain batches of this step that counts nothing
+    plain: int = 0  # batches that are no `Minibatch`, or none in the place of one
+    left_out: float = 0.0  # how much of them counts nothing
 
     def add(self, weight: float | Tensor, weight_kind: WeightKind = WeightKind.PLANNED) -> None:
         """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides])."""
@@ -106,11 +107,16 @@ class Ledger:
     def record(self, **others: Any) -> SettleRecord:
         """The record of a rank with these weights, and with its other fields."""
         kind = self.weight_kind
-        weight = max(1.0 - self.left_out, 0.0)
+        weight = max(1.0 - self.left_out / max(self.plain, 1), 0.0)
         if self.is_weighted:
             kind = kind or WeightKind.EMPTY
             weight = float(self.weight)
         return SettleRecord(kind, weight, self.plans, self.is_last, **others)
+
+    def lack_batch(self) -> None:
+        """There is no batch here, and others have one: this one has no part in the mean."""
+        self.plain += 1
+        self.left_out += 1.0
 
 
 def check_records(records: Sequence[SettleRecord]) -> None:

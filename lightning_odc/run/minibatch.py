@@ -119,6 +119,7 @@ class Runner:
         """Run a batch that is one microbatch, forward alone; returns how that went, and what the step returned."""
         self.batch.weight_kind = WeightKind.MEAN
         self.batch.samples = sample_count(batch) or 1
+        self._engine.ledger.plain += 1
         whole = Attempt(Task(batch, 1.0, None), 0, self._retry)
         whole.begin()
         output = None
@@ -248,7 +249,7 @@ class Runner:
     def _leave_out(self, attempt: Attempt) -> None:
         """Let a plain batch, or a part of one, have no part in the mean."""
         if self.batch.weight_kind is WeightKind.MEAN:
-            self._engine.ledger.left_out += attempt.task.weight / self.batch.accumulated
+            self._engine.ledger.left_out += attempt.task.weight
 
     def _cut(self, attempt: Attempt) -> tuple[list[Task], str]:
         """Both parts of a microbatch; or the whole, to run once more, or nothing, and what cannot be done with it."""

@@ -159,17 +159,18 @@ class LogBook:
         self._agreed: dict[str, LogOptions] = {}
 
     @contextmanager
-    def recording(self, module: LightningModule) -> Iterator[None]:
-        """Record ``module.log`` (and so ``log_dict``) of this one module object."""
+    def recording(self, module: LightningModule, only_shared: bool = False) -> Iterator[None]:
+        """Record ``module.log`` (and so ``log_dict``) of this one module object; or only what ranks share."""
         log = module.log
 
         def record(name: str, value: Value | Metric, *args: Any, **options: Any) -> None:
             has_several = isinstance(value, Tensor) and value.numel() != 1
-            if has_several or not isinstance(value, Number | Tensor | Metric):
-                log(name, value, *args, **options)  # which refuses it
+            named = {**options, **dict(zip(_ARGUMENTS, args, strict=False))}
+            passes = only_shared and not _is_merged(value, named)
+            if passes or has_several or not isinstance(value, Number | Tensor | Metric):
+                log(name, value, *args, **options)  # which may refuse it
                 return
-            options |= zip(_ARGUMENTS, args, strict=False)
-            self._record(name, value, options, module)
+            self._record(name, value, named, module)
 
         with replaced_log(module, record):
             yield
@@ -244,16 +245,11 @@ class LogBook:
             raise ValueError(
                 "self.log(..., sync_dist_group=...) cannot be used inside a Minibatch: leave it out."
             )
-        reduce_fx = options.get("reduce_fx", "mean")
-        if isinstance(reduce_fx, str):
-            reduction = reduce_fx.lower()
-        else:
-            reduction = getattr(reduce_fx, "__name__", "")
-        reduction = {"avg": "mean", "amin": "min", "amax": "max"}.get(reduction, reduction)
+        reduction = _reduction_of(options)
         if reduction not in REDUCTIONS:
             raise ValueError(
-                f"self.log(..., reduce_fx={reduce_fx!r}) cannot be used inside a Minibatch; use 'mean', 'sum', 'min' "
-                "or 'max'."
+                f"self.log(..., reduce_fx={options['reduce_fx']!r}) cannot be used inside a Minibatch; use 'mean', "
+                "'sum', 'min' or 'max'."
             )
         total = self._totals.setdefault(name, Total(name, reduction, options))
         if total.reduction != reduction:
@@ -265,6 +261,23 @@ class LogBook:
         if isinstance(value, Tensor):
             value = value.detach()
         self._open.append((total, value, weight))
+
+
+def _reduction_of(options: LogOptions) -> str:
+    reduce_fx = options.get("reduce_fx", "mean")
+    if isinstance(reduce_fx, str):
+        reduction = reduce_fx.lower()
+    else:
+        reduction = getattr(reduce_fx, "__name__", "")
+    return {"avg": "mean", "amin": "min", "amax": "max"}.get(reduction, reduction)
+
+
+def _is_merged(value: Value | Metric, options: LogOptions) -> bool:
+    """Whether a value that is logged is one of all ranks, which they can merge here."""
+    if isinstance(value, Metric):
+        return True
+    total = Total("", _reduction_of(options), options)
+    return total.is_shared and total.reduction in REDUCTIONS
 
 
 class LoggedNames:

@@ -51,6 +51,7 @@ from lightning_odc.strategy.options import (
     check_unknown,
 )
 from lightning_odc.strategy.reducing import ReducingStrategy
+from lightning_odc.strategy.running_out import for_evaluation
 from lightning_odc.strategy.signals import PendingSignals
 from lightning_odc.strategy.step import Training
 from lightning_odc.strategy.torch_metrics import gather_state, metrics_of
@@ -466,7 +467,7 @@ class ODCStrategy(ReducingStrategy):
             dataloader.adapt(replace(dataloader.info, world=world))
         module = self.lightning_module
         if module is None or not module.trainer.training:
-            return dataloader
+            return for_evaluation(self, dataloader)
         return self._with_its_place(self._data.process(dataloader))
 
     def batch_to_device(

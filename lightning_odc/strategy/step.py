@@ -24,7 +24,7 @@ is returned with its graph, and *with the value* of all this rank's microbatches
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.data.content import digest_of
-from lightning_odc.data.convert import check_samplers
+from lightning_odc.data.convert import check_samplers, only
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch
 from lightning_odc.data.model_cost import causal_model, cost_of_model
 from lightning_odc.data.weighting import LabelCounter, Rule
@@ -52,6 +52,7 @@ from lightning_odc.strategy.loss_trial import untouched_trainer
 from lightning_odc.strategy.model_facts import packing_trouble
 from lightning_odc.strategy.options import WORDING
 from lightning_odc.strategy.precision import unit_of
+from lightning_odc.strategy.running_out import EndsTogether, NoBatch
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.torch_metrics import StepMetrics
 from lightning_odc.trial.decide import Verdict
@@ -122,6 +123,8 @@ class Training(Door):
         self._step = _OptimizerStep()
         self._arguments: tuple[tuple[object, ...], dict[str, object]] = ((), {})  # behind the microbatch
         self._checked: object = None  # loaders of minibatches that Lightning does not deal out
+        self.talks = False  # a step has called a collective, as far as that is looked at
+        self._ends_together = False  # the loader; see Note [Ranks run out]
 
     # -- a batch ------------------------------------------------------------------------------------------
 
@@ -131,14 +134,7 @@ class Training(Door):
         is_automatic = self._module.automatic_optimization
         self._runner.begin_batch(trainer.accumulate_grad_batches)
         self._arguments = (args, kwargs)
-        loaders = trainer.train_dataloader
-        if (
-            isinstance(batch, Minibatch)
-            and loaders is not self._checked
-            and _compat_lightning.deals_out(trainer)
-        ):
-            check_samplers(loaders)  # until now it was not known what they yield
-            self._checked = loaders
+        self._look_at_loaders(batch)
         if self._sample_group is not None and trainer.fit_loop.batch_idx == 0:
             content = batch
             if isinstance(batch, Minibatch):
@@ -162,11 +158,26 @@ class Training(Door):
             self.engine.begin_forward()
             with explained(f"With manual optimization, no batch runs again in parts. {WORDING.make_room}."):
                 return self._call(batch, *args, **kwargs)
+        if isinstance(batch, NoBatch):
+            self.engine.ledger.lack_batch()
+            return self._runner.batch.output()
         if not isinstance(batch, Minibatch):
             return self._plain(batch)
         with self._metrics.recording(), self._logbook.recording(self._module):
             self._runner.minibatch(batch, self._session.audit, leaves_last=True)
         return self._runner.batch.output()
+
+    def _look_at_loaders(self, batch: object) -> None:
+        """Until now it was not known what they yield, and other ones may have come."""
+        trainer = self._module.trainer
+        loaders = trainer.train_dataloader
+        loader = only(loaders)
+        self._ends_together = isinstance(loader, EndsTogether) and loader.is_active
+        if loaders is self._checked or not isinstance(batch, Minibatch):
+            return
+        if _compat_lightning.deals_out(trainer):
+            check_samplers(loaders)
+            self._checked = loaders
 
     def _begin_batch(self, is_automatic: bool) -> bool:
         """Tell the engine where in an optimizer step and in the epoch this batch is; returns whether it ends a step."""
@@ -186,13 +197,18 @@ class Training(Door):
 
     def _plain(self, batch: object) -> STEP_OUTPUT:
         """Run a batch that is one microbatch. Lightning's backward pass follows."""
-        with self._logged.noting():
+        merges: AbstractContextManager[None] = nullcontext()
+        if self._ends_together:  # a rank without a batch would not come to Lightning's collectives
+            merges = self._logbook.recording(self._module, only_shared=True)
+        with self._logged.noting(), merges:
             whole, output = self._runner.plain(batch)
         if whole.error is None:
             return cast(STEP_OUTPUT, output)
         # A name is logged once: its value may be synchronised with other ranks.
         with self._logbook.recording(self._module):
             self._runner.run(self._runner.after(whole))
+        if self._ends_together:
+            return self._runner.batch.output()
         totals = self._logbook.take()
         flush((total for total in totals if total.name not in self._logged.names), self._module)
         return self._runner.batch.output()
@@ -217,7 +233,12 @@ class Training(Door):
 
     def call(self, batch: Any, arrived: Arrived) -> object:
         args, kwargs = self._arguments
-        return arrived(self._call(batch, *args, **kwargs))
+        if not self._ends_together:
+            return arrived(self._call(batch, *args, **kwargs))
+        before = _compat.collectives_so_far()
+        output = self._call(batch, *args, **kwargs)
+        self.talks |= _compat.collectives_so_far() > before
+        return arrived(output)
 
     def backward(self, loss: Tensor, attempt: Attempt) -> None:
         """Through Lightning's hooks, which call `run_backward`."""

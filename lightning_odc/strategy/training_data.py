@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from operator import length_hint
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.data.convert import ChosenSamplesError, balanced_from
@@ -20,6 +22,7 @@ from lightning_odc.strategy import decisions, model_facts
 from lightning_odc.strategy.accumulation import Accumulation
 from lightning_odc.strategy.options import OF_LOADER
 from lightning_odc.strategy.resuming import follow_loader
+from lightning_odc.strategy.running_out import EndsTogether, for_training, uneven_engine
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
 
@@ -48,6 +51,8 @@ class TrainingData:
         self._has_begun = False
         self._watch: RemovableHandle | None = None
         self._converted: _Converted | None = None  # the latest one
+        self._together: EndsTogether | None = None  # the latest one that is not
+        self._epoch = -1  # in which a loader came last
         # How many share the data: ranks, or groups of them that compute one sample together.
         self._world_size: int = strategy.distributed_sampler_kwargs["num_replicas"]
 
@@ -67,11 +72,13 @@ class TrainingData:
         """Level a training loader over ranks, if asked to. What is not known yet, the session finds out later."""
         self.accumulation.put_back()
         self.session.loader = None
+        is_alone = self._epoch != self._trainer.current_epoch
+        self._epoch = self._trainer.current_epoch
         loader = dataloader
         if self._options.balance is not None and not decisions.yields_minibatches(dataloader):
             loader = self._balanced(dataloader)
         if not isinstance(loader, BalancedDataLoader):
-            return loader
+            return self._ending_together(loader, is_alone)
         self._share(loader)
         if self._world_size > 1:
             self._options.check_policy(loader.options.policy)
@@ -101,6 +108,31 @@ class TrainingData:
             loader.sharing = sharing_of_all()
         return loader
 
+    def _ending_together(self, loader: object, is_alone: bool) -> object:
+        """A loader that is not balanced, but ends on all ranks together; see Note [Ranks run out]."""
+        self._stand_aside()
+        engine = uneven_engine(self._strategy)
+        module = self._module
+        trainer: Any = self._trainer
+        reads_itself = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+        if engine is None or not is_alone or not module.automatic_optimization or reads_itself:
+            return loader
+        together = for_training(
+            engine,
+            loader,
+            talks=lambda: self.training is not None and self.training.talks,
+            ahead=lambda: int(trainer.accumulate_grad_batches),
+            may_change=trainer.reload_dataloaders_every_n_epochs > 0,
+        )
+        if isinstance(together, EndsTogether):
+            self._together = together
+        return together
+
+    def _stand_aside(self) -> None:
+        if self._together is not None:
+            self._together.stand_aside()
+            self._together = None
+
     def _before_pass(self) -> None:
         """Lightning reads a stream before training begins, and loads data again in the middle of it."""
         if self.training is not None:
@@ -128,6 +160,7 @@ class TrainingData:
         """Put everything back that was changed for this fit. Safe to call again."""
         self.accumulation.put_back()
         self.session.release()
+        self._stand_aside()
         if self._watch is not None:
             self._watch.remove()
             self._watch = None

@@ -397,9 +397,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
     # Ranks that differ:
     "plans": (items, PLANS, {}, r"plan from rank 0: \['seed 1'\] against \['seed 0'\]"),
     "kinds": (TokenModule, KINDS, {}, "rank 0 has plain batches with a mean loss and rank 1 has"),
-    "steps": (items, STEPS, {}, r"have \[2, 3\] training batches per epoch \(by rank\)\."),
-    "rank 0 ends": (items, ENDS, {}, "Rank 0 has no more batches in this epoch, rank 1 has"),
-    "rank 1 ends": (items, ENDS[::-1], {}, "Rank 1 has no more batches in this epoch, rank 0 has"),
+    "steps": (items, STEPS, COLLECTIVE, r"have \[2, 3\] training batches per epoch \(by rank\)\."),
+    "rank 0 ends": (items, ENDS, COLLECTIVE, "Rank 0 has no more batches in this epoch, rank 1 has"),
+    "rank 1 ends": (items, ENDS[::-1], COLLECTIVE, "Rank 1 has no more batches in this epoch, rank 0 has"),
     "uneven, collectively": (items, UNEVEN, COLLECTIVE, COUNTS),
     "dealt": (items, DEALT, {"use_distributed_sampler": True}, r"Write Trainer\(use_distributed_sampler=F"),
 }
