@@ -254,8 +254,7 @@ class ODCStrategy(ReducingStrategy):
             )
         with self._ordinary_tensors():
             self.model = self._set_up_in_place(self.model)
-            report = self.options.hang_report(trainer)
-            attached = self._attach(self.model, report, gradients=fitting)
+            attached = self._attach(self.model, self.options.hang_report(trainer), gradients=fitting)
         if attached.sample_group is not None and self._groups.divides_layers and fitting:
             compare_whole_parameters(attached.sample_group, self.model)
         for _, metric in metrics_of(trainer.lightning_module):
