@@ -23,7 +23,7 @@ def brief(loader: BalancedDataLoader, model: ModelCost, rule: Rule | None, commu
             plan += "; ranks exchange some of them, to have equal work"
         expected = "Expected: the padding of your batches, and fewer waits; DeviceIdleMonitor measures them."
     else:
-        if loader.max_tokens is not None:
+        if loader.max_tokens is not None and (loader.is_stream or loader.lengths.are_complete):
             step += f"; at most {loader.max_tokens:,} tokens in a microbatch"
         plan = f'policy "{loader.recipe.policy}"; {_cost(options, loader.learns)}'
         gain = loader.planned_gain()
@@ -43,11 +43,12 @@ def _data(loader: BalancedDataLoader) -> str:
     if loader.is_stream:
         return "a stream of samples; the collate_fn is tested on the first samples"
     lengths = loader.lengths.known
-    found = f"{len(lengths):,} samples"
-    if len(lengths) < len(loader.lengths):
-        found += f" of {len(loader.lengths):,}"
-    found += f" from {lengths.min():,} to {lengths.max():,} long, {lengths.mean():,.0f} on average"
-    if len(lengths) < len(loader.lengths):
+    of_all = ""
+    if not loader.lengths.are_complete:
+        of_all = f" of {len(loader.lengths):,}"
+    found = f"{len(lengths):,} samples{of_all} from {lengths.min():,} to {lengths.max():,} long, "
+    found += f"{lengths.mean():,.0f} on average"
+    if of_all:
         found += "; the others are measured as they are read"
     if loader.collation is None:
         return f"{found}; the collate_fn could not be recognized, and its microbatches are planned as packed ones"

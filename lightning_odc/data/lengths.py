@@ -63,6 +63,11 @@ class Lengths:
         return len(self.values)
 
     @property
+    def are_complete(self) -> bool:
+        """Whether all are known."""
+        return bool(self.values.all())
+
+    @property
     def known(self) -> Ints:
         """Those that are known."""
         return self.values[self.values > 0]

@@ -273,7 +273,7 @@ class EpochPlan:
         self._order = np.arange(len(lengths))
         self._window: tuple[int, int] | None = None
         self._minibatches: list[Ints] = []
-        self._is_complete = bool(lengths.values.all())
+        self._is_complete = lengths.are_complete
         in_order = lengths.values[self.order(0)]
         planner = recipe.planner(num_replicas, in_order[in_order > 0])
         self.planner = planner.capped_for(lengths.known)
