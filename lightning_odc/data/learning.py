@@ -28,6 +28,8 @@ from lightning_odc.balance import Cost
 from lightning_odc.balance.arrays import State
 from lightning_odc.balance.learnt import MeasuredCost, Sums
 
+NO_CAP = 2**40
+"""A cap that has not fallen where each minibatch has its own."""
 _ALL_UP_TO = 32
 _THEN_EACH = 4
 _LEFT = 0.8  # of the tokens that ran out of memory: see Note [After running out]
@@ -112,8 +114,9 @@ class Learning:
 
     def values(self) -> dict[str, float]:
         """What to log, by name: see `DeviceIdleMonitor`."""
-        if self.max_tokens is None:
+        if self.max_tokens in (None, NO_CAP):
             return {}
+        assert self.max_tokens is not None
         return {"memory/max_tokens": float(self.max_tokens), "memory/ran_out": float(self.ran_out)}
 
     def state_dict(self) -> State:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Number
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -26,6 +26,8 @@ from lightning_odc.progress import progress
 
 LengthFunction = Annotated[Callable[[Any], int], Like('lambda sample: len(sample["input_ids"])')]
 """The length of a sample."""
+
+_Made = TypeVar("_Made")
 
 _LOOKS_FOR = 5.0  # seconds, where all samples would take longer
 _LOOKED_AT = 16  # samples that show in which dimensions others may differ
@@ -116,7 +118,7 @@ def find_lengths(
         return [count, *(found[0](dataset[place]) for place in places)]
 
     with isolated_rng():
-        by_rank = (sharing or ALONE).together(look)
+        by_rank = _together(sharing, look)
         if any(theirs != by_rank[0] for theirs in by_rank):
             sharing = None  # they have other samples, as a comparison will say
         [length_of] = found
@@ -126,6 +128,27 @@ def find_lengths(
             values, length_of = _scan_collated(dataset, length_of, sharing)
             return Lengths(values, length_of)
         return Lengths(_scan(dataset, length_of, sharing), length_of, is_checked=length_fn is None)
+
+
+def _together(sharing: Sharing | None, make: Callable[[], _Made]) -> list[_Made]:
+    """What each rank makes; if that fails on one, it fails on all."""
+    made = None
+    failure = None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    by_rank = (sharing or ALONE).exchange(
+        (made, failure and str(failure), isinstance(failure, LengthsUnknownError))
+    )
+    if failure is not None:
+        raise failure
+    for rank, (_, text, is_unknown) in enumerate(by_rank):
+        if is_unknown:
+            raise LengthsUnknownError(text)
+        if text is not None:
+            raise RuntimeError(f"Rank {rank} could not read its part of the samples: {text}")
+    return [made for made, *_ in by_rank]
 
 
 def length_function(read: Callable[[int], Any], count: int, collate_fn: Collate) -> LengthFunction:
@@ -290,7 +313,7 @@ def _scan(dataset: Any, length_of: LengthFunction, sharing: Sharing | None) -> I
                 break
         return found
 
-    by_rank = (sharing or ALONE).together(look)
+    by_rank = _together(sharing, look)
     values = [1] * count
     for heard in by_rank:
         for place, length in heard.items():

@@ -11,6 +11,7 @@ begins when its first minibatch is asked for.
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
@@ -51,7 +52,7 @@ from lightning_odc.data.reader import (
     named_deaths,
 )
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
-from lightning_odc.data.sharing import ALONE, Sharing
+from lightning_odc.data.sharing import ALONE, Sharing, content_of
 from lightning_odc.data.stream_schedule import StreamSchedule
 
 Schedule = MapSchedule | StreamSchedule
@@ -295,7 +296,12 @@ class BalancedDataLoader:
         """The length of every sample of a map-style data set; found out at the first use."""
         dataset = with_own_rng(self.dataset)
         sharing = self.sharing
-        if self.options.regroup:  # which samples are in a minibatch depends on their lengths
+        context: Any = self._workers.get("multiprocessing_context") or multiprocessing
+        if not isinstance(context, str):
+            context = context.get_start_method()
+        pickles = bool(self._workers.get("num_workers")) and context != "fork"
+        # Which samples are in a minibatch depends on lengths; or workers could not get what measures them.
+        if self.options.regroup or (pickles and self._length_fn and content_of(self._length_fn) is None):
             sharing = None
         return find_lengths(dataset, self._given, self._length_fn, self._unpacked, sharing)
 
@@ -390,7 +396,10 @@ class BalancedDataLoader:
             recipe = Recipe(self.options, info)
             return StreamSchedule(self.dataset, self.collate, self._length_fn, recipe, world)
         info = replace(info, collation=self.collation or PACKED)
-        reader = SampleReader(self.dataset, self.collate, self.options.seed, self.lengths)
+        measured = None
+        if self.lengths.is_checked or not self.lengths.are_complete:
+            measured = self.lengths
+        reader = SampleReader(self.dataset, self.collate, self.options.seed, measured)
         recipe = Recipe(self.options, info)
         ran = Ran()
         if not recipe.counts_alike:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_odc.data.learning import Known, Learning
+from lightning_odc.data.learning import NO_CAP, Known, Learning
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import Minibatch, Rereader, StealableWork, Task
 from lightning_odc.data.plan import EpochPlan, MinibatchPlan, Recipe, World
@@ -45,6 +45,8 @@ class MapSchedule:
         cap = None
         if not recipe.info.repeats:
             cap = self.epochs.planner.max_tokens
+            if options.max_tokens is None and not lengths.are_complete:
+                cap = NO_CAP  # that of each minibatch
         rows = self.epochs.planner.collation.row_lengths(lengths.known)
         self.learning = Learning(num_replicas, recipe.measured_cost(num_replicas), cap, int(rows.max()))
         order = options.order
@@ -72,7 +74,8 @@ class MapSchedule:
     @property
     def max_tokens(self) -> int | None:
         """The most tokens in a microbatch, by what is known now."""
-        return self.learning.max_tokens or self.epochs.planner.max_tokens
+        learnt = self.learning.max_tokens
+        return self.epochs.planner.max_tokens if learnt in (None, NO_CAP) else learnt
 
     def loader(
         self, epoch: int, first: int, options: WorkerOptions, reuse_workers: bool

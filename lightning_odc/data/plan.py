@@ -323,9 +323,10 @@ class EpochPlan:
         planner = replace(known, cost=learnt or known.cost, max_tokens=cap or known.max_tokens)
         if not self._is_complete:  # see Note [Read first, planned then]
             own = self.recipe.planner(self.num_replicas, lengths).capped_for(lengths).max_tokens
-            has_fallen = cap not in (None, known.max_tokens)
-            if own is not None and not (has_fallen and cap is not None and cap < own):
-                planner = replace(planner, max_tokens=own)
+            longest = int(known.collation.row_lengths(lengths).max())
+            if own is not None and cap is not None:  # which may have fallen
+                own = max(min(own, cap), longest)
+            planner = replace(planner, max_tokens=own)
         return MinibatchPlan.of(self.recipe, planner, indices, lengths, name, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: Cost | None = None) -> list[list[float]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, NamedTuple, TypedDict
 
 import torch
@@ -24,8 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_odc import host_memory
 from lightning_odc.arguments import Count, Index, Like
-from lightning_odc.balance.arrays import as_lengths
-from lightning_odc.data.lengths import Lengths
+from lightning_odc.data.lengths import Lengths, LengthsUnknownError
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.probe import Collate
 from lightning_odc.data.rng import isolated_rng, seed_rng
@@ -71,11 +71,25 @@ class SampleReader:
 
     def _measured(self, epoch: int, indices: list[int]) -> list[Read]:
         """Samples that are to be planned; see Note [Read first, planned then]."""
+        samples = self.samples(epoch, indices)
+        lengths = list(map(self._length, indices, samples))
+        return list(map(Read, indices, lengths, map(content_of, samples)))
+
+    def _length(self, index: int, sample: Any) -> int:
+        """The length of a sample, compared with the one that is known; 1 of a sample that has none."""
         assert self._lengths is not None
         assert self._lengths.length_of is not None
-        samples = self.samples(epoch, indices)
-        lengths = as_lengths([self._lengths.length_of(sample) for sample in samples], "the samples").tolist()
-        return list(map(Read, indices, lengths, map(content_of, samples)))
+        length = self._lengths.values[index]
+        found = 1
+        with suppress(LengthsUnknownError):
+            found = max(int(self._lengths.length_of(sample)), 1)
+        if self._lengths.is_checked and length and found != length:  # a kept worker does not know all of them
+            raise ValueError(
+                f"Sample {index} has length {found}, but had {length} when the lengths were looked up. If "
+                "samples differ in length from epoch to epoch, say what to plan with: "
+                "BalancedDataLoader(dataset, lengths=[...])."
+            )
+        return found
 
     def read(self, epoch: int, indices: list[int], held: Mapping[int, bytes]) -> Any:
         """Read one microbatch, or take it from samples that are held; it seeds the global generators."""
@@ -84,16 +98,8 @@ class SampleReader:
         else:
             samples = self.samples(epoch, indices)
         if self._lengths is not None and self._lengths.is_checked:
-            assert self._lengths.length_of is not None
             for index, sample in zip(indices, samples, strict=True):
-                found = self._lengths.length_of(sample)
-                length = self._lengths.values[index]
-                if length and found != length:  # a kept worker does not know all of them
-                    raise ValueError(
-                        f"Sample {index} has length {found}, but had {length} when the lengths were looked up. If "
-                        "samples differ in length from epoch to epoch, say what to plan with: "
-                        "BalancedDataLoader(dataset, lengths=[...])."
-                    )
+                self._length(index, sample)
         seed_rng(self._seed, epoch, indices[0])
         return collate(self._collate, samples)
 

@@ -12,7 +12,8 @@ hundred thousand, most are not. So a minibatch of the first epoch is read before
     plans, all alike            a | b d c
     collates its part           a                  b d c
 
-Each sample is read once, by the user's own workers, ahead of training. Lengths are remembered, so the second epoch is
+Each sample is read once, by the user's own workers, ahead of training. (What is larger than a megabyte, or cannot be
+pickled, is read again where it runs.) Lengths are remembered, so the second epoch is
 planned before it is read. A cap that the user does not set is then the largest batch that DDP would make of the
 minibatch. So a plan depends on its own samples alone, and is the same after a resume.
 """
@@ -22,11 +23,12 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-_Made = TypeVar("_Made")
+_MOST_BYTES = 2**20  # of a sample that all ranks get
 
 
 class Sharing(NamedTuple):
@@ -35,21 +37,6 @@ class Sharing(NamedTuple):
     exchange: Callable[[Any], list[Any]]  # takes what this rank tells, and returns what each rank does
     rank: int
     ranks: int
-
-    def together(self, make: Callable[[], _Made]) -> list[_Made]:
-        """What each rank makes; if that fails on one, it fails on all."""
-        made = None
-        failure = None
-        try:
-            made = make()
-        except Exception as error:
-            failure = error
-        by_rank = self.exchange(made)
-        if failure is not None:
-            raise failure
-        if None in by_rank:
-            raise RuntimeError("Another rank could not read its part of the samples; its error says why.")
-        return by_rank
 
 
 ALONE = Sharing(lambda item: [item], 0, 1)
@@ -61,23 +48,25 @@ class Read(NamedTuple):
 
     place: int  # in the data set
     length: int
-    content: bytes | None  # `None`: it cannot be sent, and is read again where it is needed
+    content: bytes | None  # `None`: it is not sent, and is read again where it is needed
 
 
 class _Pickler(pickle.Pickler):
     """Takes of a tensor what it shows, and not all of the memory in which it lies."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is Tensor and value.untyped_storage().nbytes() > value.nbytes:
-            return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        is_plain = isinstance(value, Tensor) and value.layout is torch.strided
+        if is_plain and value.untyped_storage().nbytes() > value.nbytes:
+            return value.detach().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
 
 def content_of(sample: Any) -> bytes | None:
-    """A sample as bytes; ``None`` if it cannot be pickled."""
+    """A sample as bytes; ``None`` if it cannot be pickled, or is too large to be sent to all ranks."""
     file = io.BytesIO()
     try:
         _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(sample)
     except Exception:  # whatever a class of the user's raises
         return None
-    return file.getvalue()
+    content = file.getvalue()
+    return content if len(content) <= _MOST_BYTES else None

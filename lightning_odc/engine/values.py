@@ -58,7 +58,8 @@ def send_values(
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    whole = (one for one in tensors if one.numel() and type(one.data) is Tensor and not one.is_meta)
+    plain = (one for one in tensors if type(one.data) is Tensor and one.layout is torch.strided)
+    whole = (one for one in plain if one.numel() and not one.is_meta)
     while chunk := [*islice(whole, _AT_ONCE)]:
         _send(chunk, device, group)
 

@@ -25,7 +25,7 @@ from lightning_odc.huggingface import sharding
 from lightning_odc.huggingface.batches import Batches
 from lightning_odc.huggingface.steps import TrainerSteps
 from lightning_odc.run.minibatch import Runner
-from lightning_odc.run.session import Session, choose_policy, sharing_of_all
+from lightning_odc.run.session import Session, choose_policy, share_reading
 from lightning_odc.run.wording import Wording
 
 # What `super()` reaches is the class that stands beside the mix-in.
@@ -66,6 +66,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         self._balance = dict(balance or {})
         self._engine = {"communication": "auto", **(engine or {})}
         self._until_trained = ExitStack()
+        self._trains = False  # all ranks together
         self._session: Session | None = None  # what is decided of the latest training data
         self._runner: Runner | None = None  # runs their microbatches, during `train`
         super().__init__(*args, **kwargs)
@@ -146,8 +147,8 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
             **workers,
             **{"balance": policy, **self._balance},
         )
-        if not self._engine.get("deterministic"):
-            balanced.sharing = sharing_of_all()
+        if self._trains and not self._engine.get("deterministic"):
+            share_reading(balanced)
         balanced.lengths  # noqa: B018 - looked up now
         return balanced
 
@@ -164,6 +165,8 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
                 "Accelerate prepares a sharded model for one training only. Make a new trainer, and call "
                 "`train(resume_from_checkpoint=True)`."
             )
+        self._trains = True
+        self._until_trained.callback(setattr, self, "_trains", False)
         with self._until_trained:
             return super().train(*args, **kwargs)
 

@@ -354,12 +354,14 @@ def compare(engine: Engine, facts: str) -> None:
         )
 
 
-def sharing_of_all() -> Sharing:
-    """How all ranks of the job share what they read of the training data."""
-    if not dist.is_initialized():
-        return ALONE
-    exchange = process_group_rendezvous(dist.group.WORLD)
-    return Sharing(exchange, dist.get_rank(), dist.get_world_size())
+def share_reading(loader: BalancedDataLoader) -> None:
+    """Let all ranks of the job share what they read for a loader. All of them together, before its first use."""
+    sharing = ALONE
+    if dist.is_initialized():
+        exchange = process_group_rendezvous(dist.group.WORLD)
+        sharing = Sharing(exchange, dist.get_rank(), dist.get_world_size())
+    if not any(sharing.exchange("lengths" in vars(loader))):  # a rank that knows all would not take part
+        loader.sharing = sharing
 
 
 def choose_policy(

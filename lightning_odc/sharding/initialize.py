@@ -83,7 +83,7 @@ class _Materializer:
     def run(self) -> list[Unfilled]:
         with self._bar:
             self._unit(self._model, None)
-        send_values(self._model.buffers())
+        send_values(self._model.buffers(), self._device)
         kept = [item for item in self._unfilled if item.name in item.module.state_dict()]
         check_filled([item for item in self._unfilled if item not in kept])
         return kept

@@ -17,7 +17,7 @@ from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import causal_model
 from lightning_odc.data.reader import is_stream
 from lightning_odc.engine.base import Engine
-from lightning_odc.run.session import Session, choose_policy, compare, sharing_of_all
+from lightning_odc.run.session import Session, choose_policy, compare, share_reading
 from lightning_odc.strategy import decisions, model_facts
 from lightning_odc.strategy.accumulation import Accumulation
 from lightning_odc.strategy.options import OF_LOADER
@@ -79,7 +79,7 @@ class TrainingData:
             loader = self._balanced(dataloader)
         if not isinstance(loader, BalancedDataLoader):
             return self._ending_together(loader, is_alone)
-        self._share(loader)
+        self._share(loader, dataloader)
         if self._world_size > 1:
             self._options.check_policy(loader.options.policy)
         is_converted = loader is not dataloader
@@ -102,10 +102,12 @@ class TrainingData:
         )
         return loader
 
-    def _share(self, loader: BalancedDataLoader) -> BalancedDataLoader:
+    def _share(self, loader: BalancedDataLoader, dataloader: object) -> BalancedDataLoader:
         """Let ranks share what they read, unless runs must repeat: how much they read depends on time."""
-        if not self._options.deterministic:
-            loader.sharing = sharing_of_all()
+        is_known = loader.is_stream or loader.sharing is not None
+        # Minibatches that are planned late are collated by this process, which the user has not prepared.
+        if not (is_known or self._options.deterministic or decisions.prepares_workers(dataloader)):
+            share_reading(loader)
         return loader
 
     def _ending_together(self, loader: object, is_alone: bool) -> object:
@@ -173,7 +175,7 @@ class TrainingData:
         try:
             reason = self._why_not(dataloader) if is_auto else ""
             if not reason:
-                balanced = self._share(self._convert(dataloader))
+                balanced = self._share(self._convert(dataloader), dataloader)
                 reason = decisions.reason_of_lengths(self._options, balanced)
             if not reason:
                 self._fold(balanced, getattr(dataloader, "dataset", ()))

@@ -19,7 +19,7 @@ from lightning_odc.data.sharing import content_of
 from tests.strategy.test_balance import Padded, pad
 from tests.support.fits import are_equal, assert_same, failure, fit
 from tests.support.models import full_parameters
-from tests.support.modules import said
+from tests.support.modules import said, warned
 from tests.support.ranks import of_all_ranks, on_ranks
 from tests.support.tiers import fast
 
@@ -172,7 +172,7 @@ def test_a_sample_that_one_rank_cannot_read_ends_all(rank, place):
     if rank:
         assert "a bad block" in error
     else:
-        assert "Another rank could not read its part of the samples" in error
+        assert "Rank 1 could not read its part of the samples: a bad block" in error
 
 
 @on_ranks(2)
@@ -191,6 +191,73 @@ def test_runs_that_must_repeat_look_at_all_samples(rank):
     with little_time(), said() as text:
         train(Slow(), Padded(), deterministic=True)
     assert rank or f"Found: {len(SIZES)} samples from" in text.getvalue()
+
+
+class Odd(Slow):
+    """One of its samples has no length."""
+
+    def __getitem__(self, place: int) -> Any:
+        sample = super().__getitem__(place)
+        return {"odd": sample} if place == 83 else sample
+
+
+def pad_odd(samples: list[Any]) -> Tensor:
+    return pad([one["odd"] if isinstance(one, dict) else one for one in samples])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("looks_for", [0.0, 5.0], ids=["found while it trains", "found before"])
+def test_a_sample_without_a_length_is_the_same_on_all_ranks(rank, looks_for):
+    """One rank looks at it, and all leave batches as they are; or it counts as the shortest one."""
+    module = Padded()
+    with pytest.MonkeyPatch.context() as patched, warned() as caught:
+        patched.setattr(lengths, "_LOOKS_FOR", looks_for)
+        trained = fit(module, DataLoader(Odd(), 4, collate_fn=pad_odd), balance="auto")
+    told = "leaves the training data as it is" in "".join(caught)
+    is_balanced = isinstance(trained.train_dataloader, BalancedDataLoader)
+    assert is_balanced == (looks_for == 0.0)
+    assert rank or told != is_balanced
+
+
+@on_ranks(2)
+def test_a_rank_that_knows_all_lengths_before_lets_the_others_look_at_all(rank):
+    loader = BalancedDataLoader(Slow(), minibatch_size=4, collate_fn=pad, weighting="next_token")
+    if rank == 0:
+        assert loader.lengths.values.tolist() == SIZES
+    with little_time():
+        fit(Padded(), loader)
+    assert loader.lengths.values.tolist() == SIZES
+
+
+@on_ranks(2)
+def test_lengths_that_change_from_read_to_read_are_an_error_in_the_first_epoch(rank):
+    class Changes(Slow):
+        def __getitem__(self, place: int) -> Tensor:
+            return super().__getitem__(place)[: 2 + self.reads[place] % 2]
+
+    with little_time():
+        error = failure(
+            Padded(), DataLoader(Changes(), 46, collate_fn=pad), balance="lb_mini", weighting="sample"
+        )
+    assert "samples differ in length from epoch to epoch" in error
+
+
+class Small(Padded):
+    """Memory for two samples."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if torch.is_grad_enabled() and len(batch) > 2:
+            raise torch.OutOfMemoryError("more than two")
+        return super().training_step(batch, batch_idx)
+
+
+@on_ranks(2)
+def test_what_runs_out_of_memory_is_cut_and_later_plans_are_smaller(rank):
+    module = Small()
+    with little_time():
+        trained = train(Slow(), module, balance="lb_mini", weighting="next_token", on_out_of_memory="split")
+    assert_same(full_parameters(module), expected())
+    assert trained.train_dataloader.memory_values["memory/max_tokens"] < 8 * max(SIZES)
 
 
 def test_of_a_view_no_more_is_sent_than_it_shows():
