@@ -24,17 +24,17 @@ NODES = {
     "": 9279,
     "balance": 7605,
     "callbacks": 9122,
-    "data": 15962,
-    "engine": 28853,
-    "huggingface": 2462,
+    "data": 16158,
+    "engine": 28868,
+    "huggingface": 2482,
     "rl": 1969,
-    "run": 5401,
-    "sharding": 7068,
-    "strategy": 17599,
+    "run": 5421,
+    "sharding": 7070,
+    "strategy": 17620,
     "trial": 5549,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 110869
+MOST_NODES = 111143
 MOST_NODES_OF_BENCHMARKS = 56661
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "tests": 9.0, "benchmarks": 8.5}

@@ -176,7 +176,7 @@ trainer.fit(model, loader(token_batches([5, 5])))
 TYPED = """
 print("STEPS", trainer.global_step, trainer.callback_metrics["reads"] > 0, torch.equal(before, model.net.head.weight))
 from lightning.fabric import Fabric
-from lightning_odc import ODCFabricStrategy
+from lightning_odc.fabric import ODCFabricStrategy
 from tests.test_fabric import new_model, own, run_step
 def train(fabric):
     model, optimizer = fabric.setup(*new_model())

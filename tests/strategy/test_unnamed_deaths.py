@@ -149,8 +149,9 @@ def test_a_rank_that_dies_when_all_is_done_fails_the_job(where, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(DIES.format(where=where))
     done = run(script, check=False)
-    assert done.returncode == 3
-    assert "Other ranks of this node ended with exit codes [3]" in done.stderr
+    # Lightning, too, looks at its processes while this one runs, and may be first.
+    told = {3: "Other ranks of this node ended with exit codes [3]", -9: "terminated with code 3"}
+    assert told[done.returncode] in done.stderr
 
 
 LATE = """
