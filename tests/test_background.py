@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from lightning_odc.background import Background
 from tests.strategy.test_launcher import run
 
 ALSO_AT_EXIT = """
 import datetime
 from torch.distributed import TCPStore
+import pytest
+
 from lightning_odc.background import Background
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=20))
@@ -62,10 +66,10 @@ def test_it_looks_while_there_is_nothing_to_do_and_an_error_ends_it():
     thread.stop(5.0)
 
 
+@pytest.mark.slow
 def test_one_that_nobody_closes_ends_before_the_interpreter(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(ALSO_AT_EXIT)
-    for _ in range(3):
-        done = run(script, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == "closed\n"
+    done = run(script, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "closed\n"

@@ -24,7 +24,7 @@ NODES = {
     "": 9279,
     "balance": 7605,
     "callbacks": 9122,
-    "data": 16158,
+    "data": 16156,
     "engine": 28868,
     "huggingface": 2482,
     "rl": 1969,
@@ -34,7 +34,7 @@ NODES = {
     "trial": 5549,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 111143
+MOST_NODES = 111141
 MOST_NODES_OF_BENCHMARKS = 56661
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "tests": 9.0, "benchmarks": 8.5}

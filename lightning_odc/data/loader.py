@@ -297,9 +297,8 @@ class BalancedDataLoader:
         dataset = with_own_rng(self.dataset)
         sharing = self.sharing
         context: Any = self._workers.get("multiprocessing_context") or multiprocessing
-        if not isinstance(context, str):
-            context = context.get_start_method()
-        pickles = bool(self._workers.get("num_workers")) and context != "fork"
+        method = getattr(context, "get_start_method", lambda: context)
+        pickles = bool(self._workers.get("num_workers")) and method() != "fork"
         # Which samples are in a minibatch depends on lengths; or workers could not get what measures them.
         if self.options.regroup or (pickles and self._length_fn and content_of(self._length_fn) is None):
             sharing = None
