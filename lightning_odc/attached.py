@@ -10,6 +10,7 @@ import gc
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -450,6 +451,10 @@ class Loop(Door):
         return try_loss(self.step, batch_of, tokens, self._model.modules(), device, rule=rule)
 
 
+#: Seconds in which threads of gloo end what is under way.
+_LAST_WORK = 0.5
+
+
 def destroy_groups_at_exit() -> None:
     """Destroy the process groups of this process before the interpreter ends."""
     # A thread of gloo may drop the last reference of a tensor then. It asks for the interpreter's lock, and is ended
@@ -460,8 +465,11 @@ def destroy_groups_at_exit() -> None:
 
 def _destroy_groups() -> None:
     if dist.is_initialized():
+        group = weakref.ref(dist.group.WORLD)
         dist.destroy_process_group()
         gc.collect()  # a group ends with its last reference, which a trainer that is gone may hold
+        if group() is not None:  # so may torch, by the meshes of shards that it remembers
+            time.sleep(_LAST_WORK)
 
 
 def warn_on_rank_0(text: str) -> None:
