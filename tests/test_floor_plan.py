@@ -21,7 +21,7 @@ FILES = {
 #: The content of every room in nodes of the syntax tree, see `tests/support/content.py`; `""` is the files beside the
 #: rooms. Who adds a feature takes its nodes from somewhere. A room may have 3 % more.
 NODES = {
-    "": 9279,
+    "": 9301,
     "balance": 7605,
     "callbacks": 9122,
     "data": 16156,
@@ -34,7 +34,7 @@ NODES = {
     "trial": 5549,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 111141
+MOST_NODES = 111163
 MOST_NODES_OF_BENCHMARKS = 56661
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "tests": 9.0, "benchmarks": 8.5}
