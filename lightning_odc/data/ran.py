@@ -106,28 +106,6 @@ def ran_of(probe: Probe) -> Ran:
     return Ran(_rows(probe), stand_in)
 
 
-def coupling_of(probe: Probe) -> str:
-    """How a ``collate_fn`` makes something else of two samples than of each; empty if it is not seen to do so.
-
-    It may leave out samples, or make several of one, as long as that does not depend on the others.
-    """
-    name = _rows(probe)
-    for (first, second), both in probe.together.items():
-        alone = sum(probe.alone[place].counts.get(name, 0) for place in (first, second))
-        together = both.counts.get(name, alone)  # samples of unequal length may not fit into one batch
-        if together != alone:
-            return coupled(together, alone)
-    return ""
-
-
-def coupled(together: int, alone: int) -> str:
-    """In words: a ``collate_fn`` makes so many samples of some together, and so many of each by itself."""
-    return (
-        f"collate_fn makes {together} samples of a batch, and {alone} of its samples one by one: what it makes of a "
-        "sample depends on the others"
-    )
-
-
 def _rows(probe: Probe) -> Hashable:
     """The name of the size that is 1 for most samples, and adds up in most pairs."""
     alone = [seen.counts for seen in probe.alone]

@@ -34,7 +34,6 @@ from typing import Any
 
 from lightning_odc.data.content import short_to_long, some_of
 from lightning_odc.data.minibatch import Task
-from lightning_odc.data.ran import coupled
 from lightning_odc.data.weighting import Rule, planned_count
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import BatchOf
@@ -124,4 +123,7 @@ def _coupling_in(mixed: Task) -> str:
     made = [detail.ran for detail in details if detail is not None and detail.ran is not None]
     if len(made) < len(details) or sum(made) == together:
         return ""
-    return coupled(together, sum(made))
+    return (
+        f"collate_fn makes {together} samples of a batch, and {sum(made)} of its samples one by one: what it makes "
+        "of a sample depends on the others"
+    )

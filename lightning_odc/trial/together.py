@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.ran import coupling_of
 from lightning_odc.engine.base import Engine
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.samples import TrialSamples
@@ -32,9 +31,7 @@ def try_together(
     """What all ranks have found; a rule only if it is the same one on all of them."""
     failure = ""
     try:
-        probe = loader.probe()
-        failure = coupling_of(probe)
-        samples = TrialSamples(probe)
+        samples = TrialSamples(loader.probe())
     except Exception as error:  # whatever it is, training will raise it, too
         failure = f"reading samples to test it failed: {type(error).__name__}: {error}"
     for text in engine.exchange("samples of the trial", failure):

@@ -57,6 +57,24 @@ def of(audit: Audit, tasks: list[Task], step: Any = mean_of_labels) -> tuple[str
     return audit.of(tasks, lambda batch: batch, try_rule), tried
 
 
+def test_a_collate_fn_is_looked_at_too():
+    """What it makes of several samples is as many as it makes of each; of long ones among others it makes none."""
+
+    def read(lengths: list[int], keeps_long: bool) -> Task:
+        kept = [length for length in lengths if length < 20 or keeps_long] or lengths[:1]
+        task = task_of(kept, lambda indices: read(indices, keeps_long))
+        assert task.detail is not None
+        assert task.detail.samples is not None
+        samples = task.detail.samples._replace(indices=lengths)
+        return task._replace(detail=task.detail._replace(lengths=lengths, samples=samples, ran=len(kept)))
+
+    for keeps_long in (True, False):
+        others = [3, 5, 8, 30]
+        task = task_of(others, lambda indices, keeps=keeps_long: read(indices, keeps), others=others)
+        text, _ = found(LABELS, [task])
+        assert ("depends on the others" in text) != keeps_long, text
+
+
 def test_the_first_minibatch_and_those_after_powers_of_ten_are_tried():
     audit = Audit(SAMPLES)
     due = [number for number in range(2001) if audit.is_due()]

@@ -148,6 +148,19 @@ def test_labels_that_are_cut_away_do_not_count(limit):
     assert ran == 5 + 7 + 2, "each sample by itself, too"
 
 
+class NeverEmpty(Samples):
+    """Leaves long samples out of a batch, but never all of them."""
+
+    def batch_of(self, group: Sequence[int]) -> dict[str, Any]:
+        short = [sample for sample in group if LENGTHS[sample] < 20]
+        return super().batch_of(short or group[:1])
+
+
+def test_what_has_contradicted_a_rule_counts_to_the_end():
+    """Of the longest sample with short ones nothing is left, and later groups have short ones, too."""
+    assert NeverEmpty().tried(mean_of_labels)[0].rule is None
+
+
 def test_a_kernel_that_makes_nan_of_float64_is_tried_in_its_own_precision():
     weight = nn.Parameter(torch.ones(()))
 
