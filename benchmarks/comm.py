@@ -31,12 +31,11 @@ from benchmarks.command import OptionError, check_options, markdown, option, pre
 from benchmarks.harness.processes import PROCESS_BYTES, CutShort, RankProcesses, check_memory
 from benchmarks.harness.report import machine
 from benchmarks.tables import quartiles
-from lightning_odc.engine.collective import process_group_rendezvous
-from lightning_odc.engine.comm import all_gather, reduce_scatter
-from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.transports.base import Segment, UnitSpec
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc._compat import all_gather, reduce_scatter
 from lightning_odc.files import write_json, write_whole
+from lightning_odc.protocol.protocol import Protocol
+from lightning_odc.protocol.transports.base import Segment, UnitSpec, process_group_rendezvous
+from lightning_odc.protocol.transports.shared_memory import SharedMemoryTransport
 
 OPERATIONS = (
     ("gather", "all-gather", "copy_"),

@@ -35,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.command import parser_of
 from benchmarks.full_gain import run
 from benchmarks.tables import Column, Table, spread, write_into
-from lightning_odc.engine.tracing import Tracer
 from lightning_odc.files import write_json
+from lightning_odc.protocol.tracing import Tracer
 from lightning_odc.strategy.odc import ODCStrategy
 
 ROOT = Path(__file__).parents[1]

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from benchmarks.command import markdown, parser_of
 from benchmarks.harness.processes import run_ranks
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
+from lightning_odc.engine.collective import CollectiveEngine
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.protocol.transports.base import process_group_rendezvous
+from lightning_odc.protocol.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
 
 MIB = 2**20

@@ -20,7 +20,7 @@ from benchmarks.harness.options import TrainOptions
 from benchmarks.harness.report import Outcome
 from benchmarks.harness.training import run_train
 from benchmarks.harness.workload import Workload
-from lightning_odc.data.packing import PackedBatch
+from lightning_odc.samples.packing import PackedBatch
 from notebooks.support.models import BenchModule, CausalModel
 
 

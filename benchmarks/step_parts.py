@@ -19,12 +19,12 @@ PARTS = (
 )
 #: Files and functions of a part, the first that fits. What runs random numbers in a step belongs to its caller.
 _PARTS_OF = (
-    ("/lightning_odc/engine/waiting.py", "", "wait"),
+    ("/lightning_odc/protocol/waiting.py", "", "wait"),
     ("/lightning_odc/engine/on_demand.py", "settle", "settle"),
     ("/lightning_odc/engine/on_demand.py", "publish", "publish"),
     ("/lightning_odc/engine/unit_sum.py", "", "sums"),
     ("/lightning_odc/trial/", "", "audit"),
-    ("/lightning_odc/data/rng.py", "", ""),
+    ("/lightning_odc/samples/rng.py", "", ""),
     ("/lightning_odc/data/", "", "loader"),
     ("/lightning_odc/balance/", "", "loader"),
     ("/lightning_odc/", "", "hooks"),

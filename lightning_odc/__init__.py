@@ -5,6 +5,7 @@ Importing this package registers the strategy: ``import lightning_odc``, then ``
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightning_odc._version import __version__
@@ -32,12 +33,14 @@ _LATER = {
     "advise": "lightning_odc.advice",
     "attach": "lightning_odc.attached",
 }
-"""Names that are imported when they are asked for: functions everywhere, classes in the command line."""
+"""Names that are imported when they are asked for, as modules are; classes only in the command line."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -9,20 +9,27 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import importlib.util
+import logging
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import _recursive_wrap
 from torch.distributed.tensor import DTensor
+
+#: torch 2.13 renamed these two collectives, which are public, and warns about the old names.
+all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 #: What ``zero_grad(set_to_none=False)`` may call on gradients.
 ZEROING = (torch.Tensor.zero_, torch._foreach_zero_)
@@ -338,13 +345,36 @@ def generating_alone(models: Iterable[nn.Module]) -> Iterator[None]:
             setattr(module, _MANAGED, True)
 
 
-def compiled_for_all_shapes() -> AbstractContextManager[None]:
-    """A context that compiles for all sizes at once, as ``dynamic=True`` does."""
+#: Logs that a function has as many graphs as it may have, with the name of the option (torch 2.9 to 2.13).
+COMPILER_LOGGER = "torch._dynamo.convert_frame"
+
+
+@contextmanager
+def compiled_for_all_shapes() -> Iterator[None]:
+    """A context that compiles for all sizes at once, as ``dynamic=True`` does, and warns at torch's limit."""
     # Why: microbatches differ in rows and in tokens. torch makes dimensions dynamic one by one, with a graph for each
-    # step on the way, and reaches its limit. `torch.compiler.config` has this option in newer versions only (torch 2.9
-    # to 2.13). Lightning has imported the compiler, which takes a second.
+    # step on the way, and reaches its limit. `torch.compiler.config` has this option in newer versions only, and
+    # nothing public tells of the limit (torch 2.9 to 2.13). Lightning has imported the compiler, which takes a second.
     dynamo: Any = importlib.import_module("torch._dynamo")
-    return cast(AbstractContextManager[None], dynamo.config.patch(assume_static_by_default=False))
+
+    def watch(record: logging.LogRecord) -> bool:
+        if "recompile_limit" in record.getMessage():
+            limit = dynamo.config.recompile_limit
+            warnings.warn(
+                f"torch has compiled a function {limit} times, which is its limit: other kinds of microbatches run "
+                "uncompiled from now on. For fewer kinds, write `model.config.use_cache = False` and pad with "
+                f"`pad_to_multiple_of=8`. Or raise the limit: `torch._dynamo.config.recompile_limit = {4 * limit}`.",
+                stacklevel=2,
+            )
+        return True
+
+    logger = logging.getLogger(COMPILER_LOGGER)
+    logger.addFilter(watch)
+    try:
+        with dynamo.config.patch(assume_static_by_default=False):
+            yield
+    finally:
+        logger.removeFilter(watch)
 
 
 def is_compiled(module: nn.Module) -> bool:

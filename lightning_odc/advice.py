@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import indent
@@ -21,10 +22,15 @@ from lightning_odc.balance import Collation, Cost, Planner
 from lightning_odc.balance.arrays import Ints, as_lengths
 from lightning_odc.balance.collation import PACKED
 from lightning_odc.balance.costs import MICROBATCH
-from lightning_odc.balance.transformer import transformer
+from lightning_odc.balance.transformer import Sizes, transformer
 from lightning_odc.data.gain import Gain, planned_gain
-from lightning_odc.data.model_cost import cost_of_model
+from lightning_odc.data.model_cost import cost_of_model, hugging_face_config
+from lightning_odc.files import write_whole
+from lightning_odc.sharding.fitting import PART
+from lightning_odc.texts import from_hub, token_counts
+from lightning_odc.words import count, did_you_mean, how_many
 
+_TEXTS_TOLD = "a file of texts, with a tokenizer; a file with a length in every line; or longalign"
 Device = Literal["A100", "H100", "H200", "cpu"]
 
 WORTH = 1.03
@@ -63,9 +69,13 @@ class Advice:
         devices: How many devices there are.
         minibatch_size: Samples per device and optimizer step.
         gain: What `line` gains over batches as they come.
+        is_whole: Whether the model is kept whole on each device, as under DDP.
         states: Bytes of parameters, gradients and Adam on a rank.
         window: Bytes that on-demand communication adds on a rank: published parameters and sums of gradients.
         memory: Bytes that a rank has.
+        largest: Tokens of the largest microbatch.
+        activations: Bytes that it takes, about, without and with gradient checkpointing; 0 if they are not known.
+        values: The lengths, ``[n]``.
     """
 
     lengths: str
@@ -74,14 +84,23 @@ class Advice:
     devices: int
     minibatch_size: int
     gain: Gain
+    is_whole: bool
     states: float
     window: float
     memory: float
+    largest: int
+    activations: tuple[int, int]
+    values: Ints
 
     @property
     def fits(self) -> bool:
-        """Whether parameters, gradients, Adam and the window fit, before activations."""
-        return self.states + self.window <= self.memory
+        """Whether the largest microbatch fits with gradient checkpointing, beside parameters, gradients and Adam."""
+        return self.states + self.window + min(self.activations) <= self.memory
+
+    @property
+    def needs_checkpointing(self) -> bool:
+        """Whether it fits with gradient checkpointing only."""
+        return self.fits and self.states + self.window + max(self.activations) > self.memory
 
     @property
     def helps(self) -> bool:
@@ -101,8 +120,8 @@ class Advice:
     def __str__(self) -> str:
         gain = self.gain
         parts = [
-            f"This would not help: a step would be shorter by a factor of {gain.factor:.2f}, counted in FLOPs, without "
-            "communication. Keep your strategy."
+            f"This would not help: ranks would wait {gain.balanced_idle:.0%} of the time for each other, instead of "
+            f"{gain.least_idle:.0%}.\nKeep your strategy."
         ]
         if self.helps:
             parts = [
@@ -110,12 +129,18 @@ class Advice:
                 f"{gain.idle:.0%}.\nA step would be shorter by a factor of {gain.factor:.2f}, counted in FLOPs, "
                 "without communication.",
                 indent(self.line, "    "),
-                "A model that fits on each device is kept whole there, as under DDP. A larger one is sharded.",
             ]
             if self.device != "cpu":
                 parts.append("Lightning-ODC's code for GPUs has not run on a GPU yet.")
         if not self.fits:
-            parts.insert(0, "This would not fit: take more devices. Activations need memory, too.")
+            helps = "take shorter samples, or a loss that does not hold the logits of all tokens"
+            if self.states + self.window > self.memory:
+                helps = "take more devices"
+            parts.insert(0, f"This would not fit: {helps}.")
+        elif self.needs_checkpointing:
+            parts.insert(
+                0, "This would fit with gradient checkpointing only: model.gradient_checkpointing_enable()."
+            )
         return "\n\n".join([*parts, self._details()])
 
     __repr__ = __str__
@@ -128,6 +153,17 @@ class Advice:
                 f"padding          {gain.padding:4.0%} of the computed tokens with batches as they come\n"
                 f"                 {gain.balanced_padding:4.0%} balanced\n"
             )
+        per_step = how_many(self.minibatch_size, "samples")
+        kept = "sharded"
+        if self.is_whole:
+            kept = "whole on each device, as under DDP"
+        activations = ""
+        if any(self.activations):
+            plain, checkpointed = map(size, self.activations)
+            activations = (
+                f"                 about {plain} for the largest microbatch, of {self.largest:,} tokens\n"
+                f"                 about {checkpointed} with gradient checkpointing\n"
+            )
         return (
             f"lengths          {self.lengths}, from {gain.shortest:,} to {gain.longest:,} tokens\n"
             f"ranks wait       {gain.idle:4.0%} of the time with batches as they come, as under FSDP\n"
@@ -135,12 +171,17 @@ class Advice:
             f"                 {gain.balanced_idle:4.0%} balanced\n"
             f"{padding}"
             f"model            {self.model}\n"
-            f"memory per rank  {tqdm.format_sizeof(self.states)}B for parameters, gradients and Adam\n"
-            f"                 {tqdm.format_sizeof(self.window)}B more on demand, for published parameters and sums "
-            "of gradients\n"
-            f"                 {tqdm.format_sizeof(self.memory)}B in all; the rest is for activations\n"
-            f"devices          {self.devices} x {self.device}; {self.minibatch_size} samples per device and step"
+            f"memory per rank  {size(self.states)} for parameters, gradients and Adam; the model is {kept}\n"
+            f"                 {size(self.window)} more on demand, for what ranks exchange\n"
+            f"{activations}"
+            f"                 {size(self.memory)} in all\n"
+            f"devices          {self.devices} x {self.device}; {per_step} per device and step"
         )
+
+
+def size(count: float) -> str:
+    """Bytes, for people."""
+    return f"{tqdm.format_sizeof(count)}B"
 
 
 @checked
@@ -148,6 +189,7 @@ def advise(
     lengths: Any,
     *,
     model: Any,
+    tokenizer: str | Path = "",
     devices: Count = 8,
     device: Device = "H100",
     minibatch_size: Count = 4,
@@ -156,10 +198,12 @@ def advise(
     """Plan with and without balancing, and say what it would gain and which ``Trainer`` to write. Nothing is trained.
 
     Args:
-        lengths: Tokens of the samples, ``[n]``; or the path of a file with a length in every line; or ``"longalign"``,
-            for lengths like those of LongAlign.
-        model: A module; a Hugging Face configuration, object or mapping; the path of a ``config.json``; or one of
-            ``"1.5b"``, ``"7b"`` and ``"70b"``.
+        lengths: Tokens of the samples, ``[n]``; or the path of a file with a length in every line, or, with a
+            tokenizer, with a text or a JSON sample in every line; or ``"longalign"``, for lengths like those of
+            LongAlign.
+        model: A module; a Hugging Face configuration, object or mapping; a folder or file with one, or a name of the
+            hub; or one of ``"1.5b"``, ``"7b"`` and ``"70b"``.
+        tokenizer: What counts the tokens of texts: a folder, or a name of the hub. Without it, the file has lengths.
         devices: The number of devices, on one node.
         device: What they are, for their memory; ``"cpu"`` is this machine.
         minibatch_size: Samples per device and optimizer step.
@@ -177,13 +221,13 @@ def advise(
         >>> advice.helps
         True
     """
-    values, source = _read(lengths)
+    values, source = _read(lengths, tokenizer)
     if len(values) < minibatch_size * devices:
         raise ValueError(
-            f"A step of {devices} devices with {minibatch_size} samples each takes more than the {len(values)} "
-            "lengths: give more of them, or a smaller minibatch_size."
+            f"A step of {how_many(devices, 'devices')} with {how_many(minibatch_size, 'samples')} each takes more than "
+            f"{how_many(len(values), 'lengths')}: give more of them, or smaller minibatches."
         )
-    name, cost, parameters, trained = _model(model, device)
+    name, cost, sizes, parameters, trained = _model(model, device)
     collation = PACKED
     if padded:
         collation = Collation("padded")
@@ -192,10 +236,20 @@ def advise(
     planner = Planner(devices, cap, "lb_mini", cost, collation=collation)
     order = np.random.default_rng(0).permutation(values)
     gain = planned_gain(order, together, math.ceil(minibatch_size / together), planner)
-    memory = _MEMORY.get(device) or host_memory.available(devices)
-    published = 2
+    memory = _MEMORY.get(device) or host_memory.total(devices)
+    width = 2
     if device == "cpu":
-        published = 4
+        width = 4
+    # As Note [What fits is kept whole] and the window of shards say.
+    states = parameters * 4.0 + trained * 16
+    window = trained * 8 / devices
+    is_whole = states <= PART * memory
+    if not is_whole:
+        states = (parameters * 4 + trained * 12) / devices
+        window = (parameters * width + trained * 4) / devices
+    activations = (0, 0)
+    if sizes is not None:
+        activations = (cap * sizes.activations(width, False), cap * sizes.activations(width, True))
     return Advice(
         source,
         f"{name}, {parameters:,} parameters",
@@ -203,17 +257,21 @@ def advise(
         devices,
         minibatch_size,
         gain,
-        states=(parameters * 4 + trained * 12) / devices,
-        window=(parameters * published + trained * 4) / devices,
-        memory=memory,
+        is_whole,
+        states,
+        window,
+        memory,
+        cap,
+        activations,
+        values,
     )
 
 
-def _read(given: Any) -> tuple[Ints, str]:
+def _read(given: Any, tokenizer: str | Path) -> tuple[Ints, str]:
     """Lengths as a user gives them, and what they are."""
     if not isinstance(given, str | Path):
         lengths = as_lengths(given)
-        return lengths, f"{len(lengths):,} samples"
+        return lengths, how_many(len(lengths), "samples")
     if given == "longalign":
         drawn = np.random.default_rng(0).lognormal(_LOCATION, _SPREAD, 2 * _DRAWN)
         return as_lengths(
@@ -221,52 +279,95 @@ def _read(given: Any) -> tuple[Ints, str]:
         ), f"{_DRAWN:,} samples like LongAlign's"
     path = Path(given)
     if not path.is_file():
-        raise ValueError(
-            f"The lengths {given!r} are not a file. Write a file with a length in every line, or longalign."
-        )
+        meant = did_you_mean(str(given), ["longalign"], "{}")
+        raise ValueError(f"There is no file {str(given)!r} of lengths. Write {_TEXTS_TOLD}.{meant}")
+    if tokenizer:
+        counts, what = token_counts(path, tokenizer)
+        return as_lengths(counts), f"{len(counts):,} {what} of {path.name}"
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines, 1):
         if not line.strip().isdecimal() or not int(line):
             raise ValueError(
-                f"{path}, line {number}: {line[:40]!r} is not a length. Write a whole number of at least 1."
+                f"{path}, line {number}: {line[:40]!r} is not a length. Write a whole number of at least 1. Texts need "
+                "a tokenizer."
             )
-    return as_lengths(list(map(int, lines)), path.name), f"{len(lines):,} samples of {path.name}"
+    if not lines:
+        raise ValueError(f"{path} is empty. Write {_TEXTS_TOLD}.")
+    return as_lengths(list(map(int, lines)), path.name), f"{how_many(len(lines), 'samples')} of {path.name}"
 
 
-def _model(given: Any, device: Device) -> tuple[str, Cost, int, int]:
-    """The name of a model, its cost, and how many parameters it has and trains."""
+def _model(given: Any, device: Device) -> tuple[str, Cost, Sizes | None, int, int]:
+    """The name of a model, its cost, its sizes if they are known, and how many parameters it has and trains."""
     if isinstance(given, nn.Module):
         parameters = list(given.parameters())
         trained = sum(one.numel() for one in parameters if one.requires_grad)
-        cost = cost_of_model(given, device).cost
-        return type(given).__name__, cost, sum(one.numel() for one in parameters), trained
+        sizes = None
+        with suppress(ValueError, TypeError):  # another kind of model
+            sizes = Sizes.of(hugging_face_config(given))
+        count = sum(one.numel() for one in parameters)
+        return type(given).__name__, cost_of_model(given, device).cost, sizes, count, trained
     name = "a configuration"
     config = given
+    if isinstance(given, str | Path):
+        name = str(given)
+        config = _configuration(name)
     try:
-        if isinstance(given, str | Path):
-            name = str(given)
-            if name in _KNOWN:
-                config = dict(zip(_SIZES, _KNOWN[name], strict=True))
-            else:
-                config = json.loads(Path(given).read_text())
         cost = transformer(config, dense=device == "cpu")
-    except (OSError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
+        reason = str(error).partition(": ")[0]
         raise ValueError(
-            f"The model {name} cannot be used: {error}. Write {', '.join(_KNOWN)}, or the path of the config.json of a "
-            "dense decoder-only model."
+            f"The model {name} cannot be used: {reason}. It must be a dense decoder-only model."
         ) from error
-    return name, replace(cost, constant=MICROBATCH * cost.per_token), cost.parameters, cost.parameters
+    cost = replace(cost, constant=MICROBATCH * cost.per_token)
+    return name, cost, Sizes.of(config), cost.parameters, cost.parameters
+
+
+def _configuration(name: str) -> Any:
+    """The configuration of a known size, of a file, of a folder, or of a name of the hub."""
+    if name in _KNOWN:
+        return dict(zip(_SIZES, _KNOWN[name], strict=True))
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
+    if path.is_file():
+        try:
+            config = json.loads(path.read_text())
+        except ValueError:
+            raise ValueError(f"The model {name} cannot be used: {path} is not JSON.") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"The model {name} cannot be used: {path} has no names and sizes.")
+        return config
+    meant = did_you_mean(name, _KNOWN, "{}")
+    if meant or "/" not in name:
+        raise ValueError(
+            f"There is no model {name!r}. Write {', '.join(_KNOWN)}, a folder or file with a Hugging Face "
+            f"configuration, or a name of the hub, such as Qwen/Qwen2.5-0.5B.{meant}"
+        )
+    from transformers import AutoConfig
+
+    return from_hub(AutoConfig.from_pretrained, name, "model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lightning-odc advise``."""
     add = parser.add_argument
-    add("--lengths", required=True, help="a file with a length in every line; or longalign")
-    add("--model", required=True, help=f"{', '.join(_KNOWN)}; or a Hugging Face config.json")
-    add("--device", default="H100", help="A100, H100, H200, or cpu for this machine (H100)")
-    add("--devices", type=int, default=8, help="number of devices, on one node (8)")
-    add("--minibatch-size", type=int, default=4, help="samples per device and optimizer step (4)")
-    add("--padded", type=int, help="samples of a batch that are padded (samples are packed)")
+    add("--data", required=True, metavar="FILE", help=_TEXTS_TOLD)
+    add(
+        "--tokenizer",
+        default="",
+        metavar="NAME",
+        help="a folder, or a name of the hub: counts the tokens of texts",
+    )
+    add(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help=f"{', '.join(_KNOWN)}; a folder or file with a Hugging Face configuration; or a name of the hub",
+    )
+    add("--device", default="H100", choices=[*_MEMORY, "cpu"], help="cpu is this machine (H100)")
+    add("--devices", type=count, default=8, help="number of devices, on one node (8)")
+    add("--minibatch-size", type=count, default=4, help="samples per device and optimizer step (4)")
+    add("--padded", type=count, help="samples of a batch that are padded (samples are packed)")
     add("--quiet", action="store_true", help="print the Trainer to write, and nothing else")
 
 
@@ -274,9 +375,14 @@ def run(arguments: argparse.Namespace) -> int:
     """``lightning-odc advise``; returns the exit code."""
     given = vars(arguments)
     quiet = given.pop("quiet")
+    data = given.pop("data")
     try:
-        advice = advise(**given)
-    except ValueError as error:
+        advice = advise(data, **given)
+        if arguments.tokenizer:
+            found = Path(f"{Path(data).stem}.lengths.txt")
+            write_whole(found, "".join(f"{length}\n" for length in advice.values).encode())
+            print(f"The lengths are in {found}, which --data takes, too.\n", file=sys.stderr)
+    except (ValueError, OSError) as error:
         print(f"lightning-odc advise: {error}", file=sys.stderr)
         return 2
     print(advice.line if quiet else advice)

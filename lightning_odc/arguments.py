@@ -14,6 +14,7 @@ say: a value to write, and which values of the type can work. ::
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -23,6 +24,8 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, Unpack, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
+
+from lightning_odc.words import did_you_mean
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 
@@ -87,9 +90,9 @@ def checked(made: Checked) -> Checked:
             hint = hints().get(name, Any)
             if not allows(hint, value):
                 shown = f"{value!r:.200}"
-                raise ValueError(
-                    f"{made.__name__}({name}={shown}) cannot work. Write {name}={examples(hint)}."
-                )
+                known = examples(hint)
+                meant = did_you_mean(value if isinstance(value, str) else "", re.findall('"(.+?)"', known))
+                raise ValueError(f"{made.__name__}({name}={shown}) cannot work. Write {name}={known}.{meant}")
         return function(*args, **kwargs)
 
     if function is made:

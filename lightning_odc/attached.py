@@ -12,7 +12,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -25,22 +25,22 @@ from torch.optim import Optimizer
 from lightning_odc import _compat
 from lightning_odc.arguments import checked
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine
 from lightning_odc.engine.comm import GatherComm, fsdp_modules
-from lightning_odc.engine.peers import FOLLOWED
-from lightning_odc.engine.records import WeightKind, total_weight
-from lightning_odc.engine.roll_call import EqualCounts, blamed
-from lightning_odc.engine.sample_group import SampleGroup
-from lightning_odc.engine.transports import check_device
-from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import ODCError, PeerFailedError, WindowError
+from lightning_odc.protocol.peers import FOLLOWED
+from lightning_odc.protocol.records import WeightKind, total_weight
+from lightning_odc.protocol.roll_call import EqualCounts, blamed
+from lightning_odc.protocol.sample_group import SampleGroup
+from lightning_odc.protocol.transports import check_device
+from lightning_odc.protocol.waiting import HangReport
 from lightning_odc.run.attempt import Attempt, OnOutOfMemory, Retry
 from lightning_odc.run.measurements import Measurements
 from lightning_odc.run.minibatch import Arrived, Door, Runner
 from lightning_odc.run.wording import Wording
+from lightning_odc.samples.weighting import Rule
 from lightning_odc.sharding.engines import (
     DEFAULT_TIMEOUT,
     HANG_REPORT_AFTER,
@@ -224,6 +224,9 @@ class Attached:
         self.model = model
         self.communication = communication
         self.engine = make_engine(place, communication=communication, **options)
+        # Runs that must be bit-equal have equal plans. Collectives do not say how long they wait.
+        may_differ = not options["deterministic"] and place.sample_group is None
+        self._times = communication != "collective" and may_differ
         self.sample_group = place.sample_group  # ranks that compute the samples of this rank together with it
         # What becomes of microbatches that run out of memory in `run`.
         self._retry = Retry(on_out_of_memory, self.engine, place.device, model.buffers(), wording)
@@ -279,7 +282,8 @@ class Attached:
         """Run this rank's microbatches of an optimizer step, forward and backward; then `step` or `settle`.
 
         What runs out of memory runs again in parts. A rank that has finished runs microbatches of others, if the loader
-        balances by stealing. Times are measured, and a loader plans by them.
+        balances by stealing. Times are measured on demand, unless runs must be bit-equal, and a `BalancedDataLoader`
+        with ``cost="auto"`` plans by them.
 
         Args:
             minibatch: What a `BalancedDataLoader` yields, or a `Minibatch` of your own.
@@ -298,7 +302,7 @@ class Attached:
     def run_through(self, door: Door, **options: Any) -> Runner:
         """What runs microbatches from now on, with options of `Runner`."""
         measurements = Measurements(
-            lambda: sum(self.engine.waits.values()), self._retry.device, warn_on_rank_0
+            lambda: sum(self.engine.waits.values()), self._retry.device, warn_on_rank_0, self._times
         )
         self._runner = Runner(
             door, self.engine, self._retry, measurements, sample_group=self.sample_group, **options
@@ -453,6 +457,8 @@ class Loop(Door):
 
 #: Seconds in which threads of gloo end what is under way.
 _LAST_WORK = 0.5
+#: How long a rank waits at its end for a slower one.
+_LAST_RANK = timedelta(seconds=10)
 
 
 def destroy_groups_at_exit() -> None:
@@ -468,7 +474,10 @@ def _destroy_groups() -> None:
         group = weakref.ref(dist.group.WORLD)
         dist.destroy_process_group()
         gc.collect()  # a group ends with its last reference, which a trainer that is gone may hold
-        if group() is not None:  # so may torch, by the meshes of shards that it remembers
+        left = group()
+        if left is not None:  # so may torch, by the meshes of shards that it remembers
+            with suppress(RuntimeError):  # another rank has ended, or its group has
+                left.barrier().wait(_LAST_RANK)  # behind all else, of slower ranks too
             time.sleep(_LAST_WORK)
 
 

@@ -7,12 +7,13 @@ torch, and the doctor works where torch is broken.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 
 from lightning_odc._version import __version__
+from lightning_odc.words import did_you_mean
 
 PROGRAM = "lightning-odc"
 BAD_USAGE = 2
@@ -31,7 +32,7 @@ COMMANDS = {
 EXAMPLES = """\
 examples:
   lightning-odc doctor
-  lightning-odc advise --lengths longalign --model 1.5b --device H200 --devices 8
+  lightning-odc advise --data longalign --model 1.5b --device H200 --devices 8
   lightning-odc demo
 """
 
@@ -54,19 +55,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         parser.print_help()
         return 0
+    if given[0] not in COMMANDS and not given[0].startswith("-"):
+        meant = did_you_mean(given[0], COMMANDS, "{}")
+        parser.error(f"There is no command {given[0]!r}. Write one of {', '.join(COMMANDS)}.{meant}")
     command = parser.parse_args(given[:1]).command
     place, text = COMMANDS[command]
-    own = argparse.ArgumentParser(prog=f"{PROGRAM} {command}", description=f"{text.capitalize()}.")
+    own = argparse.ArgumentParser(
+        prog=f"{PROGRAM} {command}", description=f"{text.capitalize()}.", allow_abbrev=False
+    )
     try:
         module = import_module(place)
         module.add_arguments(own)
-        _, unknown = own.parse_known_args(given[1:])
-        for word in unknown:
-            for close in get_close_matches(word, own.format_help().split(), 1, 0.8):
-                own.error(f"unrecognized arguments: {word}. Did you mean {close}?")
+        known = re.findall(r"--[\w-]+", own.format_help())
+        for word in given[1:]:
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in known:
+                own.error(f"There is no option {option}.{did_you_mean(option, known, '{}')}")
         return int(module.run(own.parse_args(given[1:])))
     except ModuleNotFoundError as error:
-        print(f'{own.prog}: {error.name} is missing: pip install "lightning-odc[demo]"', file=sys.stderr)
+        print(f"{own.prog}: {error.name} is missing: pip install {error.name}", file=sys.stderr)
         return BAD_USAGE
     except KeyboardInterrupt:
         print(f"{own.prog}: interrupted", file=sys.stderr)

@@ -26,9 +26,10 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_odc.callbacks import Timeline, TimelineRecorder, draw_timelines
-from lightning_odc.data.packing import PackingCollator
 from lightning_odc.files import write_json
+from lightning_odc.samples.packing import PackingCollator
 from lightning_odc.strategy.odc import ODCStrategy
+from lightning_odc.words import count
 
 MODES: dict[str, dict[str, Any]] = {
     "collective": {
@@ -154,10 +155,10 @@ def train(mode: str, options: argparse.Namespace, samples: Any) -> tuple[Timelin
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     add = parser.add_argument
-    add("--devices", type=int, default=2, help="processes, one rank each (2)")
-    add("--minibatches", type=int, default=4, help="timed minibatches of a run (4)")
-    add("--repetitions", type=int, default=3, help="runs of each mode, in turns (3)")
-    add("--max-length", type=int, default=2048, help="longest sample in tokens, which are bytes (2048)")
+    add("--devices", type=count, default=2, help="processes, one rank each (2)")
+    add("--minibatches", type=count, default=4, help="timed minibatches of a run (4)")
+    add("--repetitions", type=count, default=3, help="runs of each mode, in turns (3)")
+    add("--max-length", type=count, default=2048, help="longest sample in tokens, which are bytes (2048)")
     add("--output", type=Path, default=Path("odc-demo"), help="folder for results (odc-demo)")
 
 

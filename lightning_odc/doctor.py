@@ -108,11 +108,10 @@ def _prove(rank: int, folder: str, device_type: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_odc.engine.collective import process_group_rendezvous
-    from lightning_odc.engine.proof import open_proven
-    from lightning_odc.engine.protocol import Protocol
-    from lightning_odc.engine.transports import make_transport
-    from lightning_odc.engine.transports.base import UnitSpec
+    from lightning_odc.protocol.proof import open_proven
+    from lightning_odc.protocol.protocol import Protocol
+    from lightning_odc.protocol.transports import make_transport
+    from lightning_odc.protocol.transports.base import UnitSpec, process_group_rendezvous
 
     device = torch.device("cpu")
     if device_type == "cuda":

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+PUBLISH = (
+    "`trainer.strategy.publish_parameters()` (in Fabric `fabric.strategy.publish_parameters()`, after `attach` "
+    "`odc.publish()`)"
+)
+"""What to call after a change of parameters, in messages."""
+SETTLE = (
+    "`self.trainer.strategy.settle_gradients()` (in Fabric `fabric.strategy.settle_gradients()`, after `attach` "
+    "`odc.settle()`)"
+)
+"""What to call before gradients are read outside of Lightning's hooks, in messages."""
+
 
 class ODCError(RuntimeError):
     """Base class of the errors that on-demand communication raises while it runs."""

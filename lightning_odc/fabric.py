@@ -26,10 +26,10 @@ from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.stepping import clip
 from lightning_odc.sharding.untrusted import refuse_code
 from lightning_odc.sharding.wrapping import WrapPolicy, mesh_for, shard_model
-from lightning_odc.strategy import options
-from lightning_odc.strategy.attaching import AttachingStrategy
-from lightning_odc.strategy.groups import Groups
-from lightning_odc.strategy.launcher import fork_launcher
+from lightning_odc.strategy.setup import options
+from lightning_odc.strategy.setup.attaching import AttachingStrategy
+from lightning_odc.strategy.setup.groups import Groups
+from lightning_odc.strategy.setup.launcher import fork_launcher
 
 
 @checked

@@ -1,4 +1,4 @@
-"""The strategy for jobs of Ray Train. Needs Ray: ``pip install "lightning-odc[ray]"``."""
+"""The strategy for jobs of Ray Train. Needs Ray: ``pip install "ray[train]"``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ try:
     from ray.train.lightning import RayFSDPStrategy
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f'Ray Train needs {error.name}, which is not installed: pip install "lightning-odc[ray]"',
+        f'Ray Train needs {error.name}, which is not installed: pip install "ray[train]"',
         name=error.name,
     ) from None
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import lightning_odc  # noqa: F401 - registers the name
 from lightning_odc.engine.collective import CollectiveEngine
@@ -198,6 +199,16 @@ def test_refusals_without_ranks():
     unlaunched = Fabric(strategy="odc", accelerator="cpu", devices=2)
     with pytest.raises(RuntimeError, match=r"\.launch\("):  # Lightning says it
         unlaunched.setup(*new_model())
+
+
+@on_ranks(2)
+def test_a_set_of_classes_chooses_the_units(rank):
+    fabric = make(ODCFabricStrategy(auto_wrap_policy={nn.Linear}))
+    model, _ = fabric.setup(*new_model())
+    units = [module for module in model.module.modules() if isinstance(module, FSDPModule)]
+    linear = [module for module in model.module.modules() if isinstance(module, nn.Linear)]
+    fabric.strategy.teardown()
+    assert {*units} == {model.module, *linear}
 
 
 def _disagree(rank: int) -> None:

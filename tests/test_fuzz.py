@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
+from lightning_odc.protocol.transports.base import UnitSpec, WindowSpec
 
 
 @given(

@@ -10,6 +10,8 @@ import importlib
 import importlib.util
 import pkgutil
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +38,7 @@ PACKAGES = {
     },
 }
 MODULES = {
-    "lightning_odc.data.packing": {*("IGNORE_INDEX", "PackedBatch", "PackingCollator", "pack_samples")},
+    "lightning_odc.samples.packing": {*("IGNORE_INDEX", "PackedBatch", "PackingCollator", "pack_samples")},
     "lightning_odc.errors": {
         *("DisagreementError", "ODCError", "PeerFailedError", "StaleShardError"),
         *("WaitTimeoutError", "WindowError"),
@@ -48,8 +50,8 @@ MODULES = {
 COMMANDS = {
     "doctor": set(),
     "advise": {
-        *("--device", "--devices", "--lengths", "--minibatch-size", "--model", "--padded"),
-        "--quiet",
+        *("--data", "--device", "--devices", "--minibatch-size", "--model", "--padded"),
+        *("--quiet", "--tokenizer"),
     },
     "demo": {"--devices", "--max-length", "--minibatches", "--output", "--repetitions"},
 }
@@ -61,6 +63,17 @@ def test_packages_and_modules_have_these_names() -> None:
         assert found == names
     for module, names in MODULES.items():
         assert names <= vars(importlib.import_module(module)).keys()
+
+
+def test_modules_are_found_below_the_package_without_an_import_of_their_own() -> None:
+    program = "import lightning_odc; " + "; ".join(f"print({name})" for name in [*PACKAGES, *MODULES])
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.count("<module") == len(PACKAGES) + len(MODULES)
+    package = importlib.import_module("lightning_odc")
+    assert not hasattr(package, "callback")
+    assert not hasattr(package, "_nothing")
 
 
 def test_the_command_line_has_these_commands_and_options() -> None:

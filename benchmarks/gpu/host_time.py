@@ -36,11 +36,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from benchmarks.harness.processes import Placement, RankFailedError, RankProcesses, place
 from benchmarks.harness.results import median_interval
 from lightning_odc._compat import comms_of
-from lightning_odc.engine.collective import process_group_rendezvous, single_process
 from lightning_odc.engine.comm import set_comms
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.transports import make_transport
+from lightning_odc.protocol.transports import make_transport
+from lightning_odc.protocol.transports.base import process_group_rendezvous, single_process
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 
 ROUNDS = 15

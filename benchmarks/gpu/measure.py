@@ -20,10 +20,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness.processes import place
-from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.transports import make_transport
-from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
+from lightning_odc.protocol.transports import make_transport
+from lightning_odc.protocol.transports.base import Transport, UnitSpec, WindowSpec, process_group_rendezvous
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 
 MIB = 2**20

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.transports.base import Segment
-from lightning_odc.engine.unit_window import UnitWindow
+from lightning_odc.protocol.protocol import Protocol
+from lightning_odc.protocol.transports.base import Segment
+from lightning_odc.protocol.unit_window import UnitWindow
 from lightning_odc.strategy.odc import ODCStrategy
 
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from benchmarks.command import OptionError
 from benchmarks.harness.options import available_cores
 from lightning_odc import host_memory
-from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
+from lightning_odc.protocol.transports.preflight import OVERLAP_VARIABLE
 
 PROCESS_BYTES = 150 * 2**20
 """Private memory of a rank that has imported everything and made nothing yet, about."""

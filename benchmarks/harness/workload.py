@@ -24,8 +24,8 @@ from lightning_odc.balance.costs import Cost, resolve_cost
 from lightning_odc.balance.planner import Planner, Policy, plan_minibatch
 from lightning_odc.balance.transformer import transformer
 from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, RunInfo
+from lightning_odc.samples.packing import pack_samples
 from notebooks.support.models import BenchModule, CausalModel
 
 _OFFERED = {PAPERS_OWN: "lb_micro", SHUFFLED: "local_sort", AUTO: "steal"}

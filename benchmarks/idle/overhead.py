@@ -96,7 +96,7 @@ def seconds_in(profile: cProfile.Profile, belongs: Callable[[str], bool]) -> flo
 
 
 def _is_observing(file: str) -> bool:
-    return file.endswith("/lightning_odc/engine/tracing.py") or "/lightning_odc/callbacks/" in file
+    return file.endswith("/lightning_odc/protocol/tracing.py") or "/lightning_odc/callbacks/" in file
 
 
 def _extra(variant: str, scratch: Path) -> list[Callback]:

@@ -38,14 +38,15 @@ from benchmarks.hosts import Hosts, bytes_sent, several_hosts
 from benchmarks.tables import spread
 from lightning_odc import _compat
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
+from lightning_odc.engine.collective import CollectiveEngine
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory
-from lightning_odc.engine.nodes.column import ColumnGroup, Layout
-from lightning_odc.engine.nodes.copies import CopiesProtocol
-from lightning_odc.engine.nodes.leaders import Leaders
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.files import write_json
+from lightning_odc.protocol.nodes.column import ColumnGroup, Layout
+from lightning_odc.protocol.nodes.copies import CopiesProtocol
+from lightning_odc.protocol.nodes.leaders import Leaders
+from lightning_odc.protocol.transports.base import process_group_rendezvous
+from lightning_odc.protocol.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.nodes import mesh_of
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from notebooks.support.sleeping import Pause

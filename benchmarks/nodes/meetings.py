@@ -23,9 +23,9 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.command import markdown, parser_of
-from lightning_odc.engine.nodes.column import Layout
-from lightning_odc.engine.nodes.leaders import Leaders
 from lightning_odc.files import write_json
+from lightning_odc.protocol.nodes.column import Layout
+from lightning_odc.protocol.nodes.leaders import Leaders
 
 BACK_ENDS = {"libuv": True, "threads": False}
 _PATIENCE = timedelta(minutes=10)

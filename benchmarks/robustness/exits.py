@@ -6,6 +6,7 @@ gloo are under way. Two processes that only compute keep two cores busy.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -68,19 +69,58 @@ def busy(processes: int = 2) -> Iterator[None]:
             process.wait()
 
 
+#: Imports everything once, and forks the two ranks of every run, which saves two thirds of its time. A forked rank ends
+#: as every process does, by finalizing its interpreter. Arguments: the script, and how many runs.
+RANKS = """
+import json, os, sys, tempfile
+from pathlib import Path
+import lightning, torch
+import lightning_odc.callbacks, tests.support.modules
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+
+script = compile(Path(sys.argv[1]).read_text(), sys.argv[1], "exec")
+codes = []
+is_rank = False
+while len(codes) < int(sys.argv[2]) and not is_rank:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_network_port()), NODE_RANK="0")
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            os.environ["LOCAL_RANK"] = str(rank)
+            is_rank = True
+            break
+        children.append(child)
+    else:
+        codes.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+if is_rank:
+    exec(script)
+else:
+    print(json.dumps(codes))
+"""
+
+
 def codes_of(way: str, runs: int) -> Counter[int]:
-    """How often scripts ended with each exit code."""
-    options, callbacks, end, _ = WAYS[way]
+    """How often runs ended with each exit code: that of a rank which was not as it should be, else the right one."""
+    options, callbacks, end, expected = WAYS[way]
     found: Counter[int] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(SCRIPT.format(options=options, callbacks=callbacks, end=end))
         environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-        for _ in range(runs):
-            done = subprocess.run(
-                [sys.executable, str(script)], env=environment, capture_output=True, timeout=300, check=False
-            )
-            found[done.returncode] += 1
+        done = subprocess.run(
+            [sys.executable, "-c", RANKS, str(script), str(runs)],
+            env=environment,
+            capture_output=True,
+            timeout=60 * runs,
+            check=True,
+        )
+    for codes in json.loads(done.stdout.splitlines()[-1]):
+        counted = expected
+        for code in codes:
+            if code != expected:
+                counted = code
+        found[counted] += 1
     return found
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from lightning_odc.balance.arrays import Cap, Ints, Plan, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MinibatchCosts, pairs_of_tokens
-from lightning_odc.balance.planner import microbatches_of
+from lightning_odc.balance.tables import microbatches_of
 
 
 def microbatch_costs(

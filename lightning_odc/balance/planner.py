@@ -11,29 +11,15 @@ import numpy as np
 from lightning_odc.arguments import Count, Index, checked
 from lightning_odc.balance.arrays import Cap, Ints, Plan, as_cap, as_lengths, floats
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.costs import MinibatchCosts, resolve_cost
+from lightning_odc.balance.costs import resolve_cost
 from lightning_odc.balance.in_step import in_step
-from lightning_odc.balance.microbatches import Microbatches
-from lightning_odc.balance.packed import Packed
 from lightning_odc.balance.search import longest_first, share_out
-from lightning_odc.balance.tables import Tables
+from lightning_odc.balance.tables import microbatches_of
 
 Policy = Literal["local_sort", "lb_micro", "lb_mini", "steal"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 #: Policies under which all ranks have equally many microbatches, so that collectives do not hang.
 COLLECTIVE_SAFE = ("local_sort", "lb_micro")
-
-
-def microbatches_of(
-    lengths: Ints, max_tokens: int | None, cost: Any, num_ranks: int, collation: Collation
-) -> Microbatches:
-    """The samples of a minibatch, after all checks of the cap and of costs."""
-    rows = collation.row_lengths(lengths)
-    cap = as_cap(rows, max_tokens)
-    costs = MinibatchCosts.of(cost, lengths, num_ranks, collation).whole()
-    if collation.is_table:
-        return Tables(num_ranks, rows, cap, costs, collation.kind == "stacked")
-    return Packed(num_ranks, rows, cap, costs)
 
 
 @checked

@@ -17,12 +17,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Ints
+from lightning_odc.balance.arrays import Ints, as_cap
+from lightning_odc.balance.collation import Collation
 from lightning_odc.balance.costs import MinibatchCosts
 from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, Pieces, Samples
+from lightning_odc.balance.packed import Packed
 
 _SHARES = (math.inf, 1.0, 0.5, 0.25, 1e-9)  # of a rank's load, that a piece may cost
 
@@ -178,3 +181,15 @@ def cut(costs: list[int], firsts: list[int], overhead: int) -> tuple[int, list[s
         tables.append(slice(begins[end - 1], end))
         end = begins[end - 1]
     return least[-1], tables[::-1]
+
+
+def microbatches_of(
+    lengths: Ints, max_tokens: int | None, cost: Any, num_ranks: int, collation: Collation
+) -> Microbatches:
+    """The samples of a minibatch, after all checks of the cap and of costs."""
+    rows = collation.row_lengths(lengths)
+    cap = as_cap(rows, max_tokens)
+    costs = MinibatchCosts.of(cost, lengths, num_ranks, collation).whole()
+    if collation.is_table:
+        return Tables(num_ranks, rows, cap, costs, collation.kind == "stacked")
+    return Packed(num_ranks, rows, cap, costs)

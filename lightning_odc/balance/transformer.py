@@ -1,4 +1,18 @@
-"""Floating-point operations of training a decoder-only transformer, from its configuration."""
+"""Floating-point operations of training a decoder-only transformer, from its configuration.
+
+Note [What a forward pass keeps]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+For the backward pass, a layer of the usual build keeps these numbers for each token. ::
+
+    two norms                          the input, the scaled input, the output        6 hidden
+    attention, without its scores      queries, keys, values, and the output          2 queries + 2 keys
+    feed-forward with a gate           gate, its activation, the other half, product  4 intermediate
+    feed-forward without               before and after the activation                2 intermediate
+
+With gradient checkpointing it keeps its input alone, and one layer at a time has the rest again. While a layer goes
+backward, gradients of its widest part are there, too. The loss has logits, their logarithms, and the gradients of
+both: four numbers for each word of the vocabulary. No layer goes backward at that time.
+"""
 
 from __future__ import annotations
 
@@ -95,51 +109,106 @@ def transformer(config: Any, *, constant: Term | None = None, dense: bool = Fals
         >>> transformer({"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}).full_layers
         28
     """
-    raw = _mapping(config)
-    experts = _first(raw, _EXPERTS)
-    if (isinstance(experts, int) and experts > 1) or raw.get("is_encoder_decoder"):
-        raise ValueError(
-            "transformer(config) knows dense decoder-only models, and this one has experts or an encoder. "
-            'Give a function, cost=lambda lengths: ...; cost="auto" of a loader measures it while training.'
-        )
-    sizes = {name: _first(raw, names) for name, names in _ALIASES.items()}
-    missing = [_ALIASES[name][0] for name in _REQUIRED if sizes[name] is None]
-    if missing:
-        raise ValueError(
-            f"the configuration lacks {', '.join(missing)}: transformer(model.config), or transformer("
-            '{"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}).'
-        )
-    hidden = int(sizes["hidden_size"])
-    layers = int(sizes["layers"])
-    heads = int(sizes["heads"])
-    head_dim = int(sizes["head_dim"] or hidden // heads)
-    activation = _first(raw, ("hidden_act", "hidden_activation", "activation_function"))
-    family = str(raw.get("model_type"))
-    has_gate = family.startswith(_GATED_FAMILIES) or activation in _GATED_ACTIVATIONS
-    queries = heads * head_dim
-    keys = int(sizes["key_value_heads"] or heads) * head_dim  # and as many values
-    intermediate = int(sizes["intermediate_size"] or 4 * hidden)
-    layer_weights = 2 * hidden * (queries + keys) + (2 + has_gate) * hidden * intermediate
-    head_weights = hidden * int(sizes["vocab_size"] or 0)
-    multiplied = layers * layer_weights + head_weights
+    sizes = Sizes.of(config)
+    queries = sizes.queries
+    layer_weights = (
+        2 * sizes.hidden * (queries + sizes.keys) + (2 + sizes.has_gate) * sizes.hidden * sizes.intermediate
+    )
+    head_weights = sizes.hidden * sizes.vocabulary
+    multiplied = sizes.layers * layer_weights + head_weights
     per_token = _FORWARD_AND_BACKWARD * 2.0 * multiplied
     if constant is None:
         constant = 0.0
         if dense:
             constant = MICROBATCH * per_token
     embedded = 0
-    if not raw.get("tie_word_embeddings", True):
+    if not sizes.is_tied:
         embedded = head_weights
-    windows = _windows(raw, layers)
     return TransformerCost(
         per_token=per_token,
         per_pair=_FORWARD_AND_BACKWARD * 4.0 * queries,  # a product for the scores, one with the values
-        full_layers=layers - len(windows),
-        windows=windows,
+        full_layers=sizes.layers - len(sizes.windows),
+        windows=sizes.windows,
         constant=constant,
         dense=dense,
         parameters=multiplied + embedded,
     )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes in a configuration.
+
+    Attributes:
+        hidden: Width between layers.
+        layers: Number of layers.
+        queries: Width of all queries of a token.
+        keys: Width of all keys of a token, and of all values.
+        intermediate: Width inside of a feed-forward layer.
+        vocabulary: Number of words.
+        has_gate: Whether feed-forward layers have a gate.
+        is_tied: Whether the first and the last layer share their weights.
+        windows: The window of each layer with sliding-window attention, in tokens.
+    """
+
+    hidden: int
+    layers: int
+    queries: int
+    keys: int
+    intermediate: int
+    vocabulary: int
+    has_gate: bool
+    is_tied: bool
+    windows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: Any) -> Sizes:
+        """Those of a dense decoder-only transformer."""
+        raw = _mapping(config)
+        experts = _first(raw, _EXPERTS)
+        if (isinstance(experts, int) and experts > 1) or raw.get("is_encoder_decoder"):
+            raise ValueError(
+                "the model has experts or an encoder: transformer(config) knows dense decoder-only models. "
+                'Give a function, cost=lambda lengths: ...; cost="auto" of a loader measures it while training.'
+            )
+        sizes = {name: _first(raw, names) for name, names in _ALIASES.items()}
+        missing = [_ALIASES[name][0] for name in _REQUIRED if sizes[name] is None]
+        if missing:
+            raise ValueError(
+                f"the configuration lacks {', '.join(missing)}: transformer(model.config), or transformer("
+                '{"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}).'
+            )
+        hidden = int(sizes["hidden_size"])
+        layers = int(sizes["layers"])
+        heads = int(sizes["heads"])
+        head_dim = int(sizes["head_dim"] or hidden // heads)
+        activation = _first(raw, ("hidden_act", "hidden_activation", "activation_function"))
+        family = str(raw.get("model_type"))
+        return cls(
+            hidden=hidden,
+            layers=layers,
+            queries=heads * head_dim,
+            keys=int(sizes["key_value_heads"] or heads) * head_dim,
+            intermediate=int(sizes["intermediate_size"] or 4 * hidden),
+            vocabulary=int(sizes["vocab_size"] or 0),
+            has_gate=family.startswith(_GATED_FAMILIES) or activation in _GATED_ACTIVATIONS,
+            is_tied=raw.get("tie_word_embeddings", True),
+            windows=_windows(raw, layers),
+        )
+
+    def activations(self, width: int, checkpointed: bool) -> int:
+        """Bytes that a token of a microbatch takes at the worst moment, in numbers of ``width`` bytes.
+
+        See Note [What a forward pass keeps].
+        """
+        inside = 2 * (1 + self.has_gate) * self.intermediate
+        layer = width * (6 * self.hidden + 2 * (self.queries + self.keys) + inside)
+        going_back = width * (2 * self.hidden + (2 + self.has_gate) * self.intermediate)
+        # A loss computes in fp32.
+        loss = (3 * 4 + width) * self.vocabulary
+        if checkpointed:
+            return self.layers * width * self.hidden + max(layer + going_back, loss)
+        return self.layers * layer + max(going_back, loss)
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:
@@ -172,7 +241,7 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown:
         raise ValueError(
-            f'transformer(config) knows full and sliding attention, not {", ".join(sorted(unknown))}. cost="auto" of '
-            "a loader measures it while training."
+            f"the model has {', '.join(sorted(unknown))}: transformer(config) knows full and sliding attention. "
+            'cost="auto" of a loader measures it while training.'
         )
     return (window,) * kinds.count("sliding_attention")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import ModelCost
 from lightning_odc.data.plan import BatchOptions
-from lightning_odc.data.weighting import Rule
+from lightning_odc.samples.weighting import Rule
+from lightning_odc.words import how_many
 
 
 def brief(loader: BalancedDataLoader, model: ModelCost, rule: Rule | None, communication: str) -> str:
@@ -14,7 +15,7 @@ def brief(loader: BalancedDataLoader, model: ModelCost, rule: Rule | None, commu
     if rule is not None:
         loss = f"Loss: {str(rule).partition(', less')[0]} (checked).\n"
     options = loader.options
-    step = f"{options.minibatch_size} samples per rank"
+    step = f"{how_many(options.minibatch_size, 'samples')} per rank"
     if options.batches > 1:
         step += f" ({options.batches} accumulated batches of {options.samples_per_batch})"
     if loader.info.whole:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_odc.data.plan import BatchOptions
@@ -18,12 +16,6 @@ def check_world(num_replicas: int | None, rank: int | None) -> None:
             f"num_replicas={num_replicas} and rank={rank} cannot be: give both, and ranks count from 0, as in "
             "BalancedDataLoader(..., num_replicas=8, rank=3), or neither to take them from torch.distributed."
         )
-
-
-def did_you_mean(owner: str, name: str, known: Sequence[str]) -> str:
-    """What to say about an argument that is not one of the known ones."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"{owner} does not know {name}=." + "".join(f" Did you mean {other}=?" for other in close)
 
 
 def check_stream(window: int | None, lengths: Any, options: BatchOptions) -> None:

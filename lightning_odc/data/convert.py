@@ -78,11 +78,12 @@ def _batch_sampler(dataloader: DataLoader[Any]) -> Any:
         )
     batch_sampler: Any = dataloader.batch_sampler
     if batch_sampler is None:
+        also = ""
+        if isinstance(dataloader.sampler, DistributedSampler):
+            also = " (Lightning also makes such a loader of DataLoader(batch_sampler=BatchSampler(...)).)"
         raise ChosenSamplesError(
-            "A DataLoader(batch_size=None) cannot be balanced: its samples are batches already. A "
-            "DataLoader(batch_sampler=...) cannot either: it chooses which samples go together, and Lightning "
-            f"rebuilds it with batch_size=None for a distributed sampler. Write {_plain(dataloader)}, or yield "
-            "`Minibatch`es and leave balancing out."
+            "A DataLoader(batch_size=None) cannot be balanced: each of its samples is a batch already. Let the data "
+            f"set return single samples, and write {_plain(dataloader)}.{also}"
         )
     extends = _class_of(batch_sampler)
     is_of_torchdata = extends is BatchSampler and type(batch_sampler) is not BatchSampler

@@ -32,9 +32,13 @@ class Gain:
         """In lines, what is certain, whichever strategy trained before; ``samples`` are those of a rank in a step."""
         said = (
             f"Expected padding: {self.balanced_padding:.0%} of the computed tokens; "
-            f"with your batches, {self.padding:.0%}.\n"
-            f"Expected waits: {self.balanced_idle:.0%} of the time; with your batches, at least {self.least_idle:.0%}."
+            f"with your batches, {self.padding:.0%}."
         )
+        if self.idle:  # on one rank there is none
+            said += (
+                f"\nExpected waits: {self.balanced_idle:.0%} of the time; with your batches, about "
+                f"{self.least_idle:.0%}."
+            )
         if self.padding_alone < self.padding / 2:
             said += (
                 f"\nWithout this package, one sample at a time ({samples} accumulated batches of 1) computes "

@@ -97,7 +97,8 @@ class Learning:
             ran_out: Tokens and samples of the microbatches that ran out of memory.
         """
         cost = self.known[-1][1].cost
-        if self.cost is not None and any(map(any, times)):  # else no rank has measured
+        # Else no rank has measured, or other ranks run the microbatches than share the data.
+        if self.cost is not None and any(map(any, times)) and len(times) == self._first[0]:
             self.cost.observe(times)
             cost = self.cost.found
         # Parts that ran out, too, do not count: one sample in all of them may be the reason.

@@ -29,21 +29,12 @@ from lightning_odc.arguments import Count, Index, checked
 from lightning_odc.balance.arrays import Cap, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.planner import Policy
-from lightning_odc.data.arguments import check_stream, check_world, did_you_mean
-from lightning_odc.data.collation import collation_of
+from lightning_odc.data.arguments import check_stream, check_world
 from lightning_odc.data.gain import Gain, planned_gain
-from lightning_odc.data.lengths import (
-    LengthFunction,
-    Lengths,
-    find_lengths,
-    length_function,
-)
 from lightning_odc.data.map_schedule import MapSchedule
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.packing import PackingCollator
 from lightning_odc.data.plan import BatchOptions, MinibatchPlan, Recipe, RunInfo, Weighting, World
 from lightning_odc.data.position import Position, Progress
-from lightning_odc.data.probe import Collate, Probe, look
 from lightning_odc.data.ran import Ran, ran_of, warn_of_others
 from lightning_odc.data.reader import (
     SampleReader,
@@ -51,9 +42,19 @@ from lightning_odc.data.reader import (
     is_stream,
     named_deaths,
 )
-from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
-from lightning_odc.data.sharing import ALONE, Sharing, content_of
 from lightning_odc.data.stream_schedule import StreamSchedule
+from lightning_odc.samples.collation import collation_of
+from lightning_odc.samples.lengths import (
+    LengthFunction,
+    Lengths,
+    find_lengths,
+    length_function,
+)
+from lightning_odc.samples.packing import PackingCollator
+from lightning_odc.samples.probe import Collate, Probe, look
+from lightning_odc.samples.rng import isolated_rng, seed_rng, with_own_rng
+from lightning_odc.samples.sharing import ALONE, Sharing, content_of
+from lightning_odc.words import unknown_names
 
 Schedule = MapSchedule | StreamSchedule
 
@@ -130,7 +131,7 @@ class BalancedDataLoader:
         known = [*named, *WorkerOptions.__annotations__]
         unknown = [name for name in workers if name not in known]
         if unknown:
-            raise TypeError(" ".join(did_you_mean("BalancedDataLoader", name, known) for name in unknown))
+            raise unknown_names("BalancedDataLoader", unknown, known)
         if seed is None:
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self.options = BatchOptions(

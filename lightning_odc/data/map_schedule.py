@@ -16,15 +16,15 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_odc.data.learning import NO_CAP, Known, Learning
-from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import Minibatch, Rereader, StealableWork, Task
 from lightning_odc.data.plan import EpochPlan, MinibatchPlan, Recipe, World
 from lightning_odc.data.position import Order
 from lightning_odc.data.ran import Ran, ReadBatch
 from lightning_odc.data.reader import Assignment, SampleReader, WorkerOptions, torch_loader
-from lightning_odc.data.rng import isolated_rng
-from lightning_odc.data.sharing import ALONE, Read, Sharing
-from lightning_odc.data.weighting import planned_counts
+from lightning_odc.samples.lengths import Lengths
+from lightning_odc.samples.rng import isolated_rng
+from lightning_odc.samples.sharing import ALONE, Read, Sharing
+from lightning_odc.samples.weighting import planned_counts
 
 
 class MapSchedule:

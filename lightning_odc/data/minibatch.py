@@ -10,9 +10,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_odc.arguments import checked
-from lightning_odc.data.content import named, sizes_of, tensors_of
-from lightning_odc.data.packing import IGNORE_INDEX
-from lightning_odc.data.weighting import LabelCounter
+from lightning_odc.samples.content import named, sizes_of, tensors_of
+from lightning_odc.samples.packing import IGNORE_INDEX
+from lightning_odc.samples.weighting import LabelCounter
 
 if TYPE_CHECKING:
     from lightning_odc.data.learning import Learning

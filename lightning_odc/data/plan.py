@@ -47,9 +47,10 @@ from lightning_odc.balance.costs import SpeedCost
 from lightning_odc.balance.evaluate import relative_costs
 from lightning_odc.balance.learnt import MeasuredCost
 from lightning_odc.balance.search import longest_first
-from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import LoaderFacts, Minibatch, Task
-from lightning_odc.data.weighting import LabelCounter, planned_counts
+from lightning_odc.samples.lengths import Lengths
+from lightning_odc.samples.weighting import LabelCounter, planned_counts
+from lightning_odc.words import how_many
 
 Weighting = Literal["auto", "label", "token", "next_token", "sample", "sum"]
 
@@ -64,7 +65,7 @@ class RunInfo:
     """What was found out and decided about a run, besides lengths; but for the own rank the same on all ranks."""
 
     prior: Cost | None = None  # what `cost="auto"` begins with, if the model tells
-    measured: bool = False  # whether the strategy measures how long microbatches take
+    measured: bool = True  # whether who runs microbatches may measure how long they take
     # whether runs must be bit-equal, so that caps stay when a microbatch has run out of memory
     repeats: bool = False
     # the number of minibatches that share an optimizer step
@@ -258,8 +259,8 @@ class EpochPlan:
         self.samples_per_minibatch = options.minibatch_size * num_replicas
         if len(lengths) < num_replicas:
             raise ValueError(
-                f"The data set has {len(lengths)} samples, fewer than {num_replicas} ranks: some rank would never "
-                f"have work. Write Trainer(devices={max(len(lengths), 1)}) or use more data."
+                f"The data set has {how_many(len(lengths), 'samples')}, fewer than {num_replicas} ranks: some rank "
+                f"would never have work. Write Trainer(devices={max(len(lengths), 1)}) or use more data."
             )
         if not len(self):
             size = options.samples_per_batch

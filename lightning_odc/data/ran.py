@@ -27,8 +27,8 @@ from typing import Any
 from lightning_odc.balance.arrays import Floats, Ints
 from lightning_odc.data.minibatch import LoaderFacts, MicrobatchFacts, Rereader, Task
 from lightning_odc.data.plan import Recipe
-from lightning_odc.data.probe import Probe, counts_in
-from lightning_odc.data.weighting import planned_counts
+from lightning_odc.samples.probe import Probe, counts_in
+from lightning_odc.samples.weighting import planned_counts
 
 ReadBatch = Callable[[list[int]], Any]
 """Makes a batch of the samples at some positions."""

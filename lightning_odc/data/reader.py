@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_odc import host_memory
 from lightning_odc.arguments import Count, Index, Like
-from lightning_odc.data.lengths import Lengths, LengthsUnknownError
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.probe import Collate
-from lightning_odc.data.rng import isolated_rng, seed_rng
-from lightning_odc.data.sharing import Read, content_of
+from lightning_odc.samples.lengths import Lengths, LengthsUnknownError
+from lightning_odc.samples.probe import Collate
+from lightning_odc.samples.rng import isolated_rng, seed_rng
+from lightning_odc.samples.sharing import Read, content_of
 
 Seconds = Annotated[float, Like("0 (a number of seconds)", lambda value: value >= 0)]
 
@@ -123,7 +123,7 @@ def collate(collate_fn: Collate, samples: list[Any]) -> Any:
         if collate_fn is default_collate:
             error.add_note(
                 "Samples of different lengths cannot be stacked. Pass a collate_fn that pads them, or one that packs "
-                "them: BalancedDataLoader(..., collate_fn=lightning_odc.data.packing.pack_samples)."
+                "them: BalancedDataLoader(..., collate_fn=lightning_odc.samples.packing.pack_samples)."
             )
         raise
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightning_odc.data.content import sizes_of, some_of
 from lightning_odc.data.minibatch import MicrobatchFacts, Task
-from lightning_odc.data.weighting import Rule, planned_count
+from lightning_odc.samples.content import sizes_of, some_of
+from lightning_odc.samples.weighting import Rule, planned_count
 
 
 def middle(sizes: Sequence[float]) -> int:

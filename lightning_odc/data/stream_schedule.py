@@ -24,16 +24,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_odc.balance import epoch_order
 from lightning_odc.balance.arrays import Ints, as_lengths
 from lightning_odc.balance.collation import PACKED
-from lightning_odc.data.collation import collation_of
 from lightning_odc.data.learning import Learning
-from lightning_odc.data.lengths import LengthFunction, Lengths, length_function
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.plan import MinibatchPlan, Recipe, World
 from lightning_odc.data.position import Order
-from lightning_odc.data.probe import Collate, look
 from lightning_odc.data.ran import Ran, ran_of
 from lightning_odc.data.reader import WorkerOptions, collate, torch_loader
-from lightning_odc.data.rng import RandomState, isolated_rng, seed_rng
+from lightning_odc.samples.collation import collation_of
+from lightning_odc.samples.lengths import LengthFunction, Lengths, length_function
+from lightning_odc.samples.probe import Collate, look
+from lightning_odc.samples.rng import RandomState, isolated_rng, seed_rng
 
 
 class StreamSchedule(IterableDataset[Minibatch]):

@@ -9,6 +9,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_odc import _compat
 from lightning_odc.engine.units import Unit
 from lightning_odc.errors import ODCError
+from lightning_odc.words import text_of
 
 #: A penalty on the parameters, for messages.
 PENALTY = """\
@@ -62,14 +63,6 @@ _ADVICE = {
     "Sharding propagation failed": _UNKNOWN,
     "does not have a sharding strategy registered": _UNKNOWN,
 }
-
-
-def text_of(error: BaseException) -> str:
-    """The text of anybody's error, also of one that fails to make its text."""
-    try:
-        return str(error)
-    except Exception:
-        return f"<{type(error).__name__} without a text>"
 
 
 def advise(exception: BaseException) -> None:

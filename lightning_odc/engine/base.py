@@ -16,13 +16,13 @@ from lightning_odc import _compat
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.comm import RootUnit, reset_units, set_comms
 from lightning_odc.engine.late_gradients import LateHooks
-from lightning_odc.engine.peers import Signals
-from lightning_odc.engine.records import Ledger, SettleRecord
-from lightning_odc.engine.scalars import Scalars
-from lightning_odc.engine.tracing import Traced
 from lightning_odc.engine.unit_calls import UnitCalls
-from lightning_odc.engine.unit_window import Traffic
 from lightning_odc.engine.units import Unit, find_units
+from lightning_odc.engine.whole_gradients import Scalars
+from lightning_odc.protocol.peers import Signals
+from lightning_odc.protocol.records import Ledger, SettleRecord
+from lightning_odc.protocol.tracing import Traced
+from lightning_odc.protocol.unit_window import Traffic
 
 
 class Engine(Traced, ABC):
@@ -109,16 +109,28 @@ class Engine(Traced, ABC):
     def claims(
         self, place: int, costs: Sequence[Sequence[float]], *, trains: bool = False
     ) -> Iterator[tuple[int, int]]:
-        """Place and number of the items for this rank to do: here its own, in order."""
-        # All ranks together. No item comes up on two ranks. ``costs``: of every item, by place, in any unit; a place is
-        # a rank, or a group of ranks that compute one sample together. ``trains``: items are microbatches.
+        """Place and number of the items for this rank to do: here its own, in order.
+
+        All ranks together. No item comes up on two ranks. A place is a rank, or a group of ranks that compute one
+        sample together.
+
+        Args:
+            place: The place of this rank.
+            costs: The cost of every item, by place, in any unit.
+            trains: Whether items are microbatches.
+        """
         return ((place, number) for number in range(len(costs[place])))
 
     @abstractmethod
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
-        """Around every backward pass; if it does not count, zeros are added instead of gradients, even for a NaN."""
-        # ``manual``: the user calls ``zero_grad()``, not Lightning. ``more``: another one follows in the same batch.
+        """A context around every backward pass.
+
+        Args:
+            manual: The user calls ``zero_grad()``, not Lightning.
+            more: Another backward pass follows in the same batch.
+            counts: If not, zeros are added instead of gradients, even for a NaN.
+        """
 
     def has_run_outside(self) -> bool:
         """Whether a backward pass has run outside of `backward` in this optimizer step."""
@@ -141,16 +153,30 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     def undo(self) -> Added | None:
-        """Free all of a microbatch that broke off; returns what it has added, which stays: see Note [Added once]."""
-        # ``None`` if it broke off before its backward pass.
+        """Free all of a microbatch that broke off.
+
+        Returns:
+            What it has added, which stays: see Note [Added once]. ``None`` if it broke off before its backward pass.
+        """
 
     def retry(self, added: Added) -> None:
-        """The next backward pass is that of a part of a microbatch that broke off; ``added``: what `undo` returned."""
+        """The next backward pass is that of a part of a microbatch that broke off.
+
+        Args:
+            added: What `undo` returned.
+        """
 
     @abstractmethod
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
-        """Meet, and put the weighted mean gradient into ``.grad`` of every shard; returns the records of all ranks."""
-        # ``logs`` and ``measured`` are JSON-serialisable.
+        """Meet, and put the weighted mean gradient into ``.grad`` of every shard. All ranks together.
+
+        Args:
+            logs: What this rank tells the others about logged values, JSON-serialisable.
+            measured: What it tells them about times and memory, JSON-serialisable.
+
+        Returns:
+            The records of all ranks, in rank order.
+        """
 
     @abstractmethod
     def publish(self) -> None:
@@ -171,7 +197,12 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     def exchange(self, kind: str, item: Any) -> list[Any]:
-        """Every rank's JSON-serialisable item, in rank order. All ranks together."""
+        """Every rank's item, in rank order. All ranks together.
+
+        Args:
+            kind: What is exchanged, in words; ranks that exchange different things raise an error.
+            item: This rank's item, JSON-serialisable.
+        """
 
     def announce_collective(self, kind: str) -> None:
         """This rank is about to call a collective of this kind: find out now, not by a hang, that another is not."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,15 +16,13 @@ from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import (
     StockComm,
-    all_gather,
     forget_pass,
-    reduce_scatter,
     reset_units,
     set_comms,
 )
-from lightning_odc.engine.records import SettleRecord, check_records, total_weight
-from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.whole_gradients import WholeGradients
+from lightning_odc.protocol.records import SettleRecord, check_records, total_weight
+from lightning_odc.protocol.transports.base import Rendezvous
 
 
 class CollectiveEngine(Engine):
@@ -38,7 +35,7 @@ class CollectiveEngine(Engine):
         self._sums: dict[nn.Parameter, Tensor] = {}
         # Shards are parameters like others, of which gradients arrive summed over ranks.
         self._whole = WholeGradients((), self._add, of_tensors=False)
-        self._reduce_scatter = StockComm(reduce_scatter, partial(self.traced, "reduce_scatter"))
+        self._reduce_scatter = StockComm(_compat.reduce_scatter, partial(self.traced, "reduce_scatter"))
         self._is_retry = False  # the next backward pass is of a part of a microbatch
         self._in_place = False  # a backward pass adds to gradients of earlier batches
 
@@ -51,7 +48,7 @@ class CollectiveEngine(Engine):
         self._adopt(model)
         self._scalars.attach(model, self._rendezvous)
         self._find_shards()
-        gather = StockComm(all_gather, partial(self.traced, "all_gather"))
+        gather = StockComm(_compat.all_gather, partial(self.traced, "all_gather"))
         for unit in self._units:
             set_comms(unit.modules, gather, self._reduce_scatter)
 
@@ -182,19 +179,3 @@ class CollectiveEngine(Engine):
         self.reshard()
         scalars = {*self._scalars.parameters}
         self._whole.parameters = [one for one in self._model.parameters() if one not in scalars]
-
-
-def single_process(item: Any) -> list[Any]:
-    """The rendezvous of a world of one."""
-    return [item]
-
-
-def process_group_rendezvous(group: Any) -> Callable[[Any], list[Any]]:
-    """The rendezvous of a process group (pickles small objects between ranks of one job)."""
-
-    def rendezvous(item: Any) -> list[Any]:
-        items: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(items, item, group=group)
-        return items
-
-    return rendezvous

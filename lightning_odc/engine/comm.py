@@ -32,10 +32,6 @@ from lightning_odc import _compat
 from lightning_odc.engine.units import ParamSlot, Unit, class_names
 from lightning_odc.errors import ODCError
 
-# torch 2.13 renamed the two collectives and warns about the old names.
-all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 
 class _Allocating:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -145,8 +141,8 @@ def ran_forward(model: nn.Module, units: Mapping[int, int]) -> list[int]:
 
 def set_comms(modules: Iterable[FSDPModule], gather: Any = None, reduce: Any = None) -> None:
     """Put comm objects on modules, by default those that call what ``fully_shard`` calls by itself."""
-    gather = gather or StockComm(all_gather)
-    reduce = reduce or StockComm(reduce_scatter)
+    gather = gather or StockComm(_compat.all_gather)
+    reduce = reduce or StockComm(_compat.reduce_scatter)
     for module in modules:
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce)

@@ -38,11 +38,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import _compat
-from lightning_odc.engine.protocol import DISCARD, Protocol
-from lightning_odc.engine.records import any_flags, flags_to_hex
 from lightning_odc.engine.unit_sum import UnitSum
 from lightning_odc.engine.units import ParamSlot, Unit
-from lightning_odc.errors import DisagreementError, ODCError
+from lightning_odc.errors import SETTLE, DisagreementError, ODCError
+from lightning_odc.protocol.protocol import DISCARD, Protocol
+from lightning_odc.protocol.records import any_flags, flags_to_hex
 
 #: What may be done to a gradient that has no values yet: ask for its attributes, but not for those with values.
 _HARMLESS = ("__get__", "requires_grad_", "__repr__")
@@ -96,8 +96,7 @@ def _incomplete(name: str) -> ODCError:
     return ODCError(
         f"The gradient of {name!r} is not complete yet: it arrives when all ranks synchronize, at the optimizer step. "
         "Clip with `self.clip_gradients(optimizer, ...)`; look at gradients or change them in "
-        "`on_before_optimizer_step` or, with manual optimization, after "
-        "`self.trainer.strategy.settle_gradients()`."
+        f"`on_before_optimizer_step` or, with manual optimization, after {SETTLE}."
     )
 
 
@@ -150,8 +149,7 @@ class Placeholders:
             elif grad is not placeholder:
                 raise ODCError(
                     f"The gradient of {slot.name!r} was replaced before it was complete. Change gradients in "
-                    "`on_before_optimizer_step` or, with manual optimization, after "
-                    "`self.trainer.strategy.settle_gradients()`."
+                    f"`on_before_optimizer_step` or, with manual optimization, after {SETTLE}."
                 )
         return gone
 

@@ -32,14 +32,14 @@ from lightning_odc.engine.comm import (
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory, generating
 from lightning_odc.engine.late_gradients import Placeholders
 from lightning_odc.engine.over_windows import OverWindows
-from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.records import SettleRecord, any_flags, check_records, flags_to_hex, total_weight
 from lightning_odc.engine.staleness import StalenessGuard, compared
 from lightning_odc.engine.streaming import stream
 from lightning_odc.engine.unit_sum import UnitSum
-from lightning_odc.engine.unit_window import UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models
 from lightning_odc.errors import ODCError
+from lightning_odc.protocol.protocol import Protocol
+from lightning_odc.protocol.records import SettleRecord, any_flags, check_records, flags_to_hex, total_weight
+from lightning_odc.protocol.unit_window import UnitWindow
 
 
 class OnDemandEngine(OverWindows):

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from lightning_odc.engine import stealing
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.proof import open_proven
-from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.sample_group import SampleGroup
-from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
-from lightning_odc.engine.unit_window import Traffic
-from lightning_odc.engine.waiting import HangReport
+from lightning_odc.protocol import stealing
+from lightning_odc.protocol.proof import open_proven
+from lightning_odc.protocol.protocol import Protocol
+from lightning_odc.protocol.sample_group import SampleGroup
+from lightning_odc.protocol.transports.base import Rendezvous, Transport, UnitSpec
+from lightning_odc.protocol.unit_window import Traffic
+from lightning_odc.protocol.waiting import HangReport
 
 
 class OverWindows(Engine):

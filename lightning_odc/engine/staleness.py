@@ -22,9 +22,9 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.units import Unit
-from lightning_odc.errors import StaleShardError
+from lightning_odc.errors import PUBLISH, StaleShardError
+from lightning_odc.protocol.protocol import Protocol
 
 _INTEGERS = {dtype.itemsize: dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)}
 _WIDEST = max(_INTEGERS)
@@ -116,7 +116,7 @@ class StalenessGuard:
         return StaleShardError(
             f"Parameter {name!r} changed after it was published, so peers would compute with its old value. Change "
             "parameters outside the optimizer step on all ranks together, and then call "
-            "`trainer.strategy.publish_parameters()` on all of them; after `attach`, `odc.publish()`."
+            f"{PUBLISH} on all of them."
         )
 
     def _expect_same(
@@ -166,5 +166,5 @@ def lost(name: str) -> StaleShardError:
     return StaleShardError(
         f"Parameter {name!r} was changed inside `forward` or between a forward pass and the end of its step, while it "
         "was gathered; such a change would be lost. Change it in `on_train_batch_start` or `on_train_batch_end`, on "
-        "all ranks together, and then call `trainer.strategy.publish_parameters()` on all of them."
+        f"all ranks together, and then call {PUBLISH} on all of them."
     )

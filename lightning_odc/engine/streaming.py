@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.units import Unit
 from lightning_odc.errors import StaleShardError
+from lightning_odc.protocol.protocol import Protocol
 
 
 @torch.no_grad()

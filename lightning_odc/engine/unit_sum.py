@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_odc.engine.additions import Additions
-from lightning_odc.engine.transports.base import Segment
-from lightning_odc.engine.unit_window import UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit
+from lightning_odc.protocol.transports.base import Segment
+from lightning_odc.protocol.unit_window import UnitWindow
 
 
 class UnitSum:

@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_odc import _compat
 from lightning_odc._version import __version__
-from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec, joined, packed
 from lightning_odc.errors import DisagreementError
+from lightning_odc.protocol.transports.base import Rendezvous, Segment, UnitSpec, joined, packed
 
 #: The name of the root unit, since the root module has none.
 ROOT = "(root)"

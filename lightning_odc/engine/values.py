@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_odc._version import __version__
-from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.units import compare_lines
+from lightning_odc.protocol.transports.base import process_group_rendezvous
 
 _AT_ONCE = 32  # tensors, which may all be copied to the device
 

@@ -33,19 +33,19 @@ from torch import Tensor, nn
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import forget_pass
-from lightning_odc.engine.flat_sums import FlatSums
 from lightning_odc.engine.over_windows import OverWindows
-from lightning_odc.engine.records import (
+from lightning_odc.engine.values import give_first_values, send_values
+from lightning_odc.engine.whole_gradients import WholeGradients
+from lightning_odc.errors import DisagreementError
+from lightning_odc.protocol.flat_sums import FlatSums
+from lightning_odc.protocol.records import (
     SettleRecord,
     any_flags,
     check_records,
     flags_to_hex,
     total_weight,
 )
-from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec
-from lightning_odc.engine.values import give_first_values, send_values
-from lightning_odc.engine.whole_gradients import WholeGradients
-from lightning_odc.errors import DisagreementError
+from lightning_odc.protocol.transports.base import Rendezvous, Segment, UnitSpec
 
 
 class WholeEngine(Engine):

@@ -17,7 +17,6 @@ from transformers import TrainerCallback
 
 from lightning_odc.arguments import checked
 from lightning_odc.attached import Attached, attach
-from lightning_odc.data.lengths import EXAMPLE, LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.reader import WorkerOptions, is_stream
@@ -27,7 +26,10 @@ from lightning_odc.huggingface.steps import TrainerSteps
 from lightning_odc.run.minibatch import Runner
 from lightning_odc.run.session import Session, choose_policy, share_reading
 from lightning_odc.run.wording import Wording
+from lightning_odc.samples.lengths import LengthsUnknownError
 
+#: What TRL adds the tokens of a microbatch to, on each rank, and logs as ``num_tokens``: those of all ranks.
+_COUNTED = "_total_train_tokens"
 # What `super()` reaches is the class that stands beside the mix-in.
 _Trainer: Any = object
 
@@ -111,12 +113,20 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         try:
             balanced = self._balanced(own)
         except LengthsUnknownError as error:
-            self._warn(f'{error.reason} Write {type(self).__name__}(..., balance={{"length_fn": {EXAMPLE}}})')
+            written = f'balance={{"length_fn": {error.length_fn}}}'
+            self._warn(f"{error.reason} Write {type(self).__name__}(..., {written})")
             return own
         accumulated = self.args.gradient_accumulation_steps
         if len(balanced) != -(-len(own) // accumulated):
             self._warn("an epoch has another number of them than `per_device_train_batch_size` makes")
             return own
+        asked = getattr(self.args, "train_sampling_strategy", "random")  # transformers 5
+        if asked not in ("random", "sequential") and self.is_world_process_zero():
+            warnings.warn(
+                f'train_sampling_strategy="{asked}" is replaced: samples are shuffled, and each optimizer step is '
+                "balanced over ranks. Leave it out.",
+                stacklevel=2,
+            )
         # Packing is not tried here: it is as the user says.
         session.follow(balanced, is_converted=True, tries=True, packs=balanced.packing)
         return Batches(session, balanced, own, accumulated).loader()
@@ -190,10 +200,16 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         session = self._session
         assert runner is not None
         assert session is not None
+        counted = getattr(self, _COUNTED, None)
         runner.begin_batch()
         runner.minibatch(inputs, session.audit)
         total += runner.batch.loss
         total *= self.accelerator.num_processes / odc.settle()  # the mean over ranks is logged
+        if counted is not None:
+            own = getattr(self, _COUNTED) - counted
+            of_all = counted + sum(odc.engine.exchange("tokens that TRL counts", own))
+            setattr(self, _COUNTED, of_all)
+            self._metrics["train"]["num_tokens"] = [of_all]
         if runner.contradiction:
             session.contradict(runner.contradiction, self.state.global_step)
         return total

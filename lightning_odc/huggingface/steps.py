@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lightning_odc.attached import Attached
 from lightning_odc.data.model_cost import cost_of_model
-from lightning_odc.data.weighting import Rule
 from lightning_odc.huggingface import loss_trial
 from lightning_odc.run.attempt import Attempt
 from lightning_odc.run.minibatch import Arrived, Door
 from lightning_odc.run.wording import Wording
+from lightning_odc.samples.weighting import Rule
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import BatchOf, try_loss
 from lightning_odc.trial.samples import TrialSamples

@@ -28,8 +28,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_odc.arguments import Like, checked
 from lightning_odc.data.model_cost import causal_model
-from lightning_odc.data.packing import PackingCollator
 from lightning_odc.rl.ranks import CPU
+from lightning_odc.samples.packing import PackingCollator
 from lightning_odc.strategy.model_facts import separates_samples
 
 

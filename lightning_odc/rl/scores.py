@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_odc.arguments import Like, checked
-from lightning_odc.engine.tracing import Traced
+from lightning_odc.protocol.tracing import Traced
 from lightning_odc.rl.rollout import Microbatch
 from lightning_odc.rl.rollouts import Rollouts
 from lightning_odc.strategy.model_facts import undisturbed

@@ -32,16 +32,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_odc.data.content import tensors_of
 from lightning_odc.data.minibatch import Task, sample_count, token_count
-from lightning_odc.data.rng import RandomState
 from lightning_odc.engine.additions import Added
-from lightning_odc.engine.advice import text_of
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.records import Ledger
 from lightning_odc.errors import ODCError
+from lightning_odc.protocol.records import Ledger
 from lightning_odc.run.contribution import Contribution, PendingWeight
 from lightning_odc.run.wording import Wording
+from lightning_odc.samples.content import tensors_of
+from lightning_odc.samples.rng import RandomState
+from lightning_odc.words import text_of
 
 OnOutOfMemory = Literal["split", "skip", "raise"]
 #: What errors of other classes say: of torch's allocator for the CPU, of the driver, of cuBLAS and of cuDNN.

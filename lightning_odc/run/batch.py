@@ -8,10 +8,10 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from lightning_odc.data.weighting import LabelCounter
-from lightning_odc.engine.records import WeightKind
+from lightning_odc.protocol.records import WeightKind
 from lightning_odc.run.attempt import Attempt
 from lightning_odc.run.contribution import Contribution, detached
+from lightning_odc.samples.weighting import LabelCounter
 
 
 class State(Enum):

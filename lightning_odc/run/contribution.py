@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_odc.engine.records import WeightKind
+from lightning_odc.protocol.records import WeightKind
 
 
 @dataclass

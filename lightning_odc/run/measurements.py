@@ -35,11 +35,24 @@ class Measurements:
     """Measures microbatches: seconds, less the engine's waits, and what ran out of memory."""
 
     def __init__(
-        self, waits: Callable[[], float], device: torch.device, warn: Callable[[str], object]
+        self,
+        waits: Callable[[], float],
+        device: torch.device,
+        warn: Callable[[str], object],
+        times: bool = True,
     ) -> None:
+        """Nothing is measured yet.
+
+        Args:
+            waits: Returns the seconds that this rank has waited for others so far.
+            device: The device whose work is part of the time.
+            warn: Shows a text to the user.
+            times: Whether times may change plans: not where runs must be bit-equal, or waits are not known.
+        """
         self.ran_out: list[tuple[int, int]] = []  # `size_of` what did in this optimizer step
         self.contradiction = ""  # found in this optimizer step
-        self._waits = waits  # returns the seconds that this rank has waited for others so far
+        self._waits = waits
+        self._times = times
         self._device = device
         self._warn = warn
         self._learning: Learning | None = None
@@ -59,7 +72,8 @@ class Measurements:
     def begin(self, detail: MicrobatchFacts | None) -> None:
         """What runs from now on works on this microbatch."""
         self._current = None
-        if detail is not None and self._learning is not None and self._learning.measures(self._number):
+        learning = self._learning if self._times else None
+        if detail is not None and learning is not None and learning.measures(self._number):
             self._current = _Timed(detail.lengths)
             self._timed.append(self._current)
 

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task, sample_count
-from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.data.split import parts_of
-from lightning_odc.data.weighting import LabelCounter, Rule
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.records import SettleRecord, WeightKind
-from lightning_odc.engine.sample_group import SampleGroup
+from lightning_odc.protocol.records import SettleRecord, WeightKind
+from lightning_odc.protocol.sample_group import SampleGroup
 from lightning_odc.run.attempt import Attempt, Retry, cut_graph, size_of, warn_of_drop
 from lightning_odc.run.batch import Batch, State
 from lightning_odc.run.contribution import Contribution, PendingWeight, contribution, nothing_of
 from lightning_odc.run.measurements import Measured, Measurements
+from lightning_odc.samples.rng import random_numbers_of
+from lightning_odc.samples.weighting import LabelCounter, Rule
 from lightning_odc.trial.audit import Audit
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.parts import PartRules
@@ -36,13 +36,32 @@ class Door(Protocol):
     """What a way to train does with one microbatch."""
 
     def call(self, batch: Any, arrived: Arrived) -> object:
-        """Run the user's step, and hand on what it returned, which holds its graph, to ``arrived``."""
+        """Run the user's step.
+
+        Args:
+            batch: The microbatch, on the device that computes.
+            arrived: Takes what the step returned, which holds its graph, and runs the backward pass.
+
+        Returns:
+            What the step returns to its caller.
+        """
 
     def backward(self, loss: Tensor, attempt: Attempt) -> None:
-        """Run a backward pass."""
+        """Run a backward pass.
+
+        Args:
+            loss: The loss of the microbatch times its weight, without a dimension.
+            attempt: The run of the microbatch that it belongs to.
+        """
 
     def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
-        """What the loss is a mean over; see Note [The loss is tested]. It leaves no trace."""
+        """What the loss is a mean over; see Note [The loss is tested]. It leaves no trace.
+
+        Args:
+            batch_of: Makes a batch of samples, by their numbers.
+            tokens: The length of each sample.
+            rule: The only rule to test, with all samples.
+        """
 
     def move(self, microbatch: Any) -> Any:
         """Bring what a loader has read to the device."""
@@ -53,7 +72,11 @@ class Door(Protocol):
         return nullcontext()
 
     def weigh(self, weight: float | Tensor) -> None:
-        """What was logged in the microbatch counts so much."""
+        """What was logged in the microbatch counts so much.
+
+        Args:
+            weight: The weight of the microbatch times its samples; a tensor has no dimension.
+        """
         return
 
     def forget(self) -> None:
@@ -91,11 +114,21 @@ class Runner:
     # -- a batch ------------------------------------------------------------------------------------------
 
     def begin_batch(self, accumulated: int = 1) -> None:
-        """A batch begins, of so many that share an optimizer step."""
+        """A batch begins.
+
+        Args:
+            accumulated: The number of batches that share its optimizer step.
+        """
         self.batch = Batch(self._retry.device, accumulated=accumulated)
 
     def minibatch(self, minibatch: Minibatch, audit: Audit | None = None, leaves_last: bool = False) -> None:
-        """Run a rank's microbatches. ``leaves_last``: the backward pass of the last one follows outside."""
+        """Run a rank's microbatches.
+
+        Args:
+            minibatch: The part of this rank.
+            audit: Tests the rule of the loss with samples of this step, if it is due.
+            leaves_last: The backward pass of the last microbatch follows outside, by `left`.
+        """
         self.measurements.open(minibatch)
         self._engine.begin_minibatch(len(minibatch), minibatch.plan)
         origin = minibatch.origin
@@ -156,7 +189,8 @@ class Runner:
             attempt.weight = PendingWeight(attempt.planned, labels)
         self._engine.begin_forward()
         arrived = partial(self._arrived, attempt, labels, leaves_backward)
-        chance = random_numbers_of(attempt.task.detail, self._retry.device, self._seed)
+        detail = attempt.task.detail
+        chance = random_numbers_of(detail and detail.seed, self._retry.device, self._seed)
         with chance, self.measurements.running():
             output = self.door.call(attempt.batch, arrived)
         self._engine.backward_done = False

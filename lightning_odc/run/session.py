@@ -27,12 +27,12 @@ from lightning_odc.data.announcement import brief
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import ModelCost
 from lightning_odc.data.plan import NOTHING_KNOWN, RunInfo, Whole
-from lightning_odc.data.sharing import ALONE, Sharing
-from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.errors import DisagreementError
+from lightning_odc.protocol.transports.base import process_group_rendezvous
 from lightning_odc.run.wording import Wording
+from lightning_odc.samples.sharing import ALONE, Sharing
+from lightning_odc.samples.weighting import Rule
 from lightning_odc.trial.audit import Audit
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.samples import TrialSamples

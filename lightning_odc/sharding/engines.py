@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,27 +17,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_odc import _compat
 from lightning_odc.arguments import Like
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
+from lightning_odc.engine.collective import CollectiveEngine
 from lightning_odc.engine.gather_cache import CudaMemory, GatherCache, HostMemory, Memory
-from lightning_odc.engine.nodes.column import ColumnGroup, Layout
-from lightning_odc.engine.nodes.copies import CopiesProtocol
-from lightning_odc.engine.nodes.leaders import Leaders
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.sample_group import SampleGroup
-from lightning_odc.engine.transports import make_transport
-from lightning_odc.engine.transports.base import Rendezvous
-from lightning_odc.engine.waiting import HangReport
 from lightning_odc.engine.whole import WholeCollectiveEngine, WholeOnDemandEngine
+from lightning_odc.protocol.nodes.column import ColumnGroup, Layout
+from lightning_odc.protocol.nodes.copies import CopiesProtocol
+from lightning_odc.protocol.nodes.leaders import Leaders
+from lightning_odc.protocol.protocol import Protocol
+from lightning_odc.protocol.sample_group import SampleGroup
+from lightning_odc.protocol.transports import make_transport
+from lightning_odc.protocol.transports.base import Rendezvous, process_group_rendezvous, single_process
+from lightning_odc.protocol.waiting import HangReport
 from lightning_odc.sharding.nodes import mesh_of
 
 Timeout = Annotated[timedelta, Like("datetime.timedelta(minutes=30)", lambda value: value > timedelta(0))]
 FloatDtype = Annotated[torch.dtype, Like("torch.float32", lambda dtype: dtype.is_floating_point)]
 MemorySize = Annotated[
-    int | Literal["auto"],
+    int | str,
     Like(
-        '"auto", 0 (to keep nothing) or 4 * 2**30 (the most bytes that a rank may keep)',
-        lambda value: value == "auto" or value >= 0,
+        '"auto", 0 (to keep nothing), "4GiB" or 4 * 2**30 (the most bytes that a rank may keep)',
+        lambda value: value == "auto" or re.fullmatch(r"\d+(GiB)?", str(value)) is not None,
     ),
 ]
 #: The longest wait for another rank, as in every strategy of Lightning.
@@ -81,7 +82,7 @@ def make_engine(
     *,
     whole: bool = False,
     communication: str = "on_demand",
-    keep_gathered: int | Literal["auto"] = "auto",
+    keep_gathered: int | str = "auto",
     deterministic: bool = False,
     accumulator_dtype: torch.dtype | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
@@ -116,10 +117,18 @@ def make_engine(
     )
     if whole:
         return WholeOnDemandEngine(transport, rendezvous, **options)
-    cache = GatherCache(keep_gathered, _memory(place, rendezvous))
+    cache = GatherCache(_bytes(keep_gathered), _memory(place, rendezvous))
     return OnDemandEngine(
         transport, rendezvous, gather_cache=cache, sample_group=place.sample_group, **options
     )
+
+
+def _bytes(size: int | str) -> int | Literal["auto"]:
+    """A `MemorySize` in bytes."""
+    if size == "auto":
+        return "auto"
+    number = int(str(size).removesuffix("GiB"))
+    return number * 2**30 if str(size).endswith("GiB") else number
 
 
 def _memory(place: Place, rendezvous: Rendezvous) -> Memory:

@@ -20,9 +20,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import host_memory
-from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.protocol.transports.base import Rendezvous
 
-_PART = 0.5
+PART = 0.5
+"""The part of the memory that the states of a whole model may take."""
 _STATES = 8  # bytes of an optimizer's states for one parameter: two numbers in fp32
 
 
@@ -58,7 +59,7 @@ def fits_whole(
     words = f"Model: {_short(count)} parameters, {_short(size)}B"
     if trains:
         words += " with Adam's states"
-    if size <= _PART * least:
+    if size <= PART * least:
         return True, f"{words}: whole on each rank, as under DDP"
     return False, f"{words}, which is more than half of the {_short(least)}B of a rank: sharded"
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_odc.engine.sample_group import SampleGroup
+from lightning_odc.protocol.sample_group import SampleGroup
 from lightning_odc.sharding.engines import Place
 from lightning_odc.sharding.nodes import layout_of
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_odc.engine.nodes.column import Layout
+from lightning_odc.protocol.nodes.column import Layout
 
 #: What ways to shard over nodes are on demand. By collectives, ``fully_shard`` replicates the model as they say.
 ON_DEMAND = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}

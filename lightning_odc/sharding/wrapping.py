@@ -24,9 +24,9 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_w
 
 from lightning_odc import _compat
 from lightning_odc.arguments import Like
-from lightning_odc.engine.scalars import scalars_of
 from lightning_odc.engine.units import class_names
 from lightning_odc.engine.values import give_first_values
+from lightning_odc.engine.whole_gradients import scalars_of
 from lightning_odc.sharding.stepping import take_parts
 from lightning_odc.sharding.way_back import replaced
 
@@ -74,6 +74,13 @@ def shard_model(
                 "`fully_shard`. In `configure_model`, write `torch.distributed.fsdp.fully_shard(self.block)` instead "
                 "of `self.block = FullyShardedDataParallel(self.block)`, or leave the sharding to "
                 "`ODCStrategy(auto_wrap_policy={Block})`."
+            )
+    for name, parameter in model.named_parameters():
+        if _compat.tensor_hooks_of(parameter):
+            raise ValueError(
+                f"{name!r} has a hook of `register_hook`, and gradients of shards do not pass it. Register it with "
+                "`register_post_accumulate_grad_hook`, and change `parameter.grad` there; or keep the model whole: "
+                'sharding_strategy="NO_SHARD".'
             )
     options = _options(mesh, how)
     # Where modules are sharded, the user has chosen the units.
@@ -141,6 +148,8 @@ def _shard_unit(module: nn.Module, options: _UnitOptions) -> None:
 
 def wrap_targets(model: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Module]:
     """The modules that become units of their own, innermost first."""
+    if isinstance(policy, set):
+        policy = ModuleWrapPolicy(policy)  # the Trainer's strategy has done it
     if policy is None:
         targets = repeated_blocks(model)
     else:

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning_odc import _compat_lightning
 from lightning_odc.attached import Attached
 from lightning_odc.engine.over_windows import OverWindows
-from lightning_odc.engine.sample_group import SampleGroup
+from lightning_odc.protocol.sample_group import SampleGroup
 
 
 @dataclass(eq=False)

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_odc._version import __version__
-from lightning_odc.data.content import digest_of
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.units import first_difference
 from lightning_odc.errors import DisagreementError
+from lightning_odc.protocol.sample_group import SampleGroup
+from lightning_odc.samples.content import digest_of
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 

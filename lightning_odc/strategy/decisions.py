@@ -9,18 +9,18 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from lightning_odc.data.content import digest_of
-from lightning_odc.data.lengths import (
+from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.reader import is_stream
+from lightning_odc.engine.base import Engine
+from lightning_odc.samples.content import digest_of
+from lightning_odc.samples.lengths import (
     EQUALLY_LONG,
     LengthFunction,
     length_function,
 )
-from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.reader import is_stream
-from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
-from lightning_odc.engine.base import Engine
-from lightning_odc.strategy.options import Options
+from lightning_odc.samples.rng import isolated_rng, seed_rng, with_own_rng
+from lightning_odc.strategy.setup.options import Options
 
 _COMPARED = 8  # samples of a stream
 EQUAL = "all samples are equally long."

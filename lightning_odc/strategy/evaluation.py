@@ -27,12 +27,12 @@ from lightning_odc._compat_lightning import Results
 from lightning_odc.data.convert import check_samplers
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.model_cost import causal_model
-from lightning_odc.data.weighting import LabelCounter, Rule
 from lightning_odc.run.attempt import explained
 from lightning_odc.run.contribution import counted_weight
+from lightning_odc.samples.weighting import LabelCounter, Rule
 from lightning_odc.strategy import logbook
 from lightning_odc.strategy.logbook import METRIC, LogBook, Total, flush, metric_of, replaced_log
-from lightning_odc.strategy.sharded import ShardedStrategy
+from lightning_odc.strategy.setup.sharded import ShardedStrategy
 from lightning_odc.strategy.step import call_step
 
 _SMALLER = (

@@ -32,9 +32,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.data.model_cost import causal_model
-from lightning_odc.data.packing import PackingCollator
-from lightning_odc.data.rng import isolated_rng
-from lightning_odc.strategy.sharded import ShardedStrategy
+from lightning_odc.samples.packing import PackingCollator
+from lightning_odc.samples.rng import isolated_rng
+from lightning_odc.strategy.setup.sharded import ShardedStrategy
 
 _LENGTH = 4
 _PART_OF_A_LEAK = 0.25
@@ -48,7 +48,7 @@ def packing_trouble(strategy: ShardedStrategy) -> str:
     if model is None:
         return (
             f"{_name(module)} has no Hugging Face causal model to pack for: write packing=False, or "
-            "collate_fn=lightning_odc.data.packing.pack_samples for a model of your own."
+            "collate_fn=lightning_odc.samples.packing.pack_samples for a model of your own."
         )
     # Nothing of the three tiny batches stays: see Note [A leak is measured by a leak].
     trouble = []

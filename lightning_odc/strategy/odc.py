@@ -24,13 +24,13 @@ from lightning_odc import _compat_lightning
 from lightning_odc.arguments import Count, checked
 from lightning_odc.balance.arrays import Cap
 from lightning_odc.data.convert import check_single, is_minibatch, only, placed_as
-from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import INSIDE, MicrobatchFacts, Minibatch, NotUnrolledError
 from lightning_odc.data.plan import Weighting
-from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.run.attempt import OnOutOfMemory
+from lightning_odc.samples.lengths import LengthFunction
+from lightning_odc.samples.weighting import Rule
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, FloatDtype, MemorySize, Timeout
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.stepping import by_lists
@@ -41,7 +41,9 @@ from lightning_odc.strategy.callbacks import (
 )
 from lightning_odc.strategy.comparisons import compare_batches, compare_programs, compare_whole_parameters
 from lightning_odc.strategy.evaluation import Evaluation
-from lightning_odc.strategy.options import (
+from lightning_odc.strategy.reducing import ReducingStrategy
+from lightning_odc.strategy.running_out import for_evaluation
+from lightning_odc.strategy.setup.options import (
     Backend,
     Balance,
     Communication,
@@ -50,8 +52,6 @@ from lightning_odc.strategy.options import (
     Precisions,
     check_unknown,
 )
-from lightning_odc.strategy.reducing import ReducingStrategy
-from lightning_odc.strategy.running_out import for_evaluation
 from lightning_odc.strategy.signals import PendingSignals
 from lightning_odc.strategy.step import Training
 from lightning_odc.strategy.torch_metrics import gather_state, metrics_of
@@ -98,7 +98,7 @@ class ODCStrategy(ReducingStrategy):
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         keep_gathered: The memory per rank for what then moves once per minibatch, parameters that stay gathered and
-            sums of gradients, in bytes: ``4 * 2**30``. With 0 they move in every microbatch, as under FSDP;
+            sums of gradients, in bytes or as ``"4GiB"``. With 0 they move in every microbatch, as under FSDP;
             ``"auto"`` uses what training leaves free.
         balance: ``"auto"``, or the name of a policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``;
             ``None`` leaves the loader alone. Turns the training ``DataLoader`` into a

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_odc.errors import DisagreementError, PeerFailedError
 from lightning_odc.strategy.evaluation import Evaluation
-from lightning_odc.strategy.sharded import ShardedStrategy
+from lightning_odc.strategy.setup.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
 
 _PAD = """Pad to the longest, and cut what was gathered:

@@ -27,7 +27,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
-from lightning_odc.strategy.sharded import ShardedStrategy
+from lightning_odc.strategy.setup.sharded import ShardedStrategy
 
 
 class NoBatch(Minibatch):

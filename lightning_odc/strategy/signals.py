@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_odc import _compat_lightning
-from lightning_odc.engine.peers import Signals
+from lightning_odc.protocol.peers import Signals
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 

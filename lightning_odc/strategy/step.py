@@ -36,24 +36,24 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from lightning_odc import _compat, _compat_lightning
-from lightning_odc.data.content import digest_of
 from lightning_odc.data.convert import check_samplers, only
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch
 from lightning_odc.data.model_cost import causal_model, cost_of_model
-from lightning_odc.data.weighting import LabelCounter, Rule
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import ODCError
 from lightning_odc.run.attempt import Attempt, explained
 from lightning_odc.run.batch import State
 from lightning_odc.run.minibatch import Arrived, Door
 from lightning_odc.run.session import Session
+from lightning_odc.samples.content import digest_of
+from lightning_odc.samples.weighting import LabelCounter, Rule
 from lightning_odc.strategy.logbook import LogBook, LoggedNames, Total, flush, replaced_log
 from lightning_odc.strategy.loss_trial import untouched_trainer
 from lightning_odc.strategy.model_facts import packing_trouble
-from lightning_odc.strategy.options import WORDING
-from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.running_out import EndsTogether, NoBatch
-from lightning_odc.strategy.sharded import ShardedStrategy
+from lightning_odc.strategy.setup.options import WORDING
+from lightning_odc.strategy.setup.precision import unit_of
+from lightning_odc.strategy.setup.sharded import ShardedStrategy
 from lightning_odc.strategy.torch_metrics import StepMetrics
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import BatchOf, try_loss

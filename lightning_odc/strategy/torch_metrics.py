@@ -35,8 +35,8 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_odc import _compat
-from lightning_odc.data.content import Path, tensors_of
 from lightning_odc.engine.base import Engine
+from lightning_odc.samples.content import Path, tensors_of
 
 Values = list[tuple[nn.Module, dict[str, Any]]]
 """What a metric has added up, with the metrics in it."""

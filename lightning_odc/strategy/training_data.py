@@ -12,18 +12,18 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.data.convert import ChosenSamplesError, balanced_from
-from lightning_odc.data.lengths import EXAMPLE, LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import causal_model
 from lightning_odc.data.reader import is_stream
 from lightning_odc.engine.base import Engine
 from lightning_odc.run.session import Session, choose_policy, compare, share_reading
+from lightning_odc.samples.lengths import LengthsUnknownError
 from lightning_odc.strategy import decisions, model_facts
 from lightning_odc.strategy.accumulation import Accumulation
-from lightning_odc.strategy.options import OF_LOADER
-from lightning_odc.strategy.resuming import follow_loader
 from lightning_odc.strategy.running_out import EndsTogether, for_training, uneven_engine
-from lightning_odc.strategy.sharded import ShardedStrategy
+from lightning_odc.strategy.setup.options import OF_LOADER
+from lightning_odc.strategy.setup.resuming import follow_loader
+from lightning_odc.strategy.setup.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
 
 
@@ -183,7 +183,7 @@ class TrainingData:
         except (ChosenSamplesError, LengthsUnknownError) as error:
             reason = str(error)
             if isinstance(error, LengthsUnknownError):
-                reason = f"{error.reason} Write\n    ODCStrategy(length_fn={EXAMPLE})"
+                reason = f"{error.reason} Write\n    ODCStrategy(length_fn={error.length_fn})"
             if not is_auto:
                 raise type(error)(reason) from None
         instead = 'Trainer(strategy="odc_plain") does so without this message.'

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_odc import _compat
-from lightning_odc.data.content import tensors_of
+from lightning_odc.samples.content import tensors_of
 from lightning_odc.trial.chance import CONSTANTS, DROPOUTS, calmed
 
 #: Code that moves bytes and must find them as they are, as registered operators do that it calls.

@@ -32,9 +32,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_odc.data.content import short_to_long, some_of
 from lightning_odc.data.minibatch import Task
-from lightning_odc.data.weighting import Rule, planned_count
+from lightning_odc.samples.content import short_to_long, some_of
+from lightning_odc.samples.weighting import Rule, planned_count
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import BatchOf
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_odc import _compat
-from lightning_odc.data.content import tensors_of
+from lightning_odc.samples.content import tensors_of
 from lightning_odc.trial.untouched import LIBRARIES
 
 

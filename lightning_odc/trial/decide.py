@@ -37,9 +37,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_odc.data.content import tensors_of
-from lightning_odc.data.packing import IGNORE_INDEX
-from lightning_odc.data.weighting import LabelCounter, Rule, planned_count
+from lightning_odc.samples.content import tensors_of
+from lightning_odc.samples.packing import IGNORE_INDEX
+from lightning_odc.samples.weighting import LabelCounter, Rule, planned_count
 
 _MISFIT = 1e-6
 #: So many of the most common values of a row of classes may be ignored ones.

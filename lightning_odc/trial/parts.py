@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_odc.data.content import sizes_of, some_of, tensors_of
+from lightning_odc.samples.content import sizes_of, some_of, tensors_of
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import BatchOf
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.base import Engine
 from lightning_odc.progress import progress
+from lightning_odc.samples.weighting import Rule
 from lightning_odc.trial.arithmetic import WithoutChance, dequantise
 from lightning_odc.trial.collectives import CollectiveListener
 from lightning_odc.trial.decide import (

@@ -6,9 +6,9 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_odc.data.content import digest_of, some_rows
-from lightning_odc.data.probe import Probe, collated
-from lightning_odc.data.weighting import Rule
+from lightning_odc.samples.content import digest_of, some_rows
+from lightning_odc.samples.probe import Probe, collated
+from lightning_odc.samples.weighting import Rule
 from lightning_odc.trial.decide import Counts
 
 Group = Sequence[int]

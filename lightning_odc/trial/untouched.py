@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_odc.data.rng import RandomState
+from lightning_odc.samples.rng import RandomState
 
 Restore = Callable[[], object]
 """Puts something back."""

@@ -50,7 +50,7 @@ from lightning_odc.callbacks import (
     draw_timelines,
     load_timeline,
 )
-from lightning_odc.data.packing import pack_samples
+from lightning_odc.samples.packing import pack_samples
 
 # DDP in a notebook forks this process: safe as long as torch has no threads in it
 torch.set_num_threads(1)

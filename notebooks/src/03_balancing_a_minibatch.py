@@ -43,7 +43,7 @@ from lightning.pytorch import Trainer
 from lightning_odc import BalancedDataLoader, ODCStrategy, balance
 from lightning_odc.balance.learnt import MeasuredCost
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
-from lightning_odc.data.packing import pack_samples
+from lightning_odc.samples.packing import pack_samples
 
 # %% [markdown]
 # ## One minibatch, four ranks

@@ -52,7 +52,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_odc import ODCStrategy, balance
-from lightning_odc.data.packing import IGNORE_INDEX, pack_samples
+from lightning_odc.samples.packing import IGNORE_INDEX, pack_samples
 
 # for tensors as small as these, more threads would only get in each other's way
 torch.set_num_threads(1)

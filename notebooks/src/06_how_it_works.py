@@ -53,8 +53,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_odc import ODCStrategy
-from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.errors import ODCError
+from lightning_odc.protocol.transports.base import Segment, UnitSpec
 
 torch.set_printoptions(precision=3, sci_mode=False)
 
@@ -507,7 +507,7 @@ except ODCError as error:
 # - Every wait is measured, has a deadline, and names the rank that it waits for.
 #
 # [How it works](../docs/how-it-works.md) continues from here: who divides the gradient, what it costs in memory,
-# and how processes share windows. The protocol itself is in `lightning_odc/engine/protocol.py`. Read its Notes next.
+# and how processes share windows. The protocol itself is in `lightning_odc/protocol/protocol.py`. Read its Notes next.
 #
 # ## Exercises
 #

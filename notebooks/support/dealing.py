@@ -11,8 +11,8 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.packing import pack_samples
 from lightning_odc.demo import encode
+from lightning_odc.samples.packing import pack_samples
 
 from .corpus import Corpus
 

@@ -1,6 +1,6 @@
 """A protocol as a list of small actions, tried in every order in which the ranks can run.
 
-This is a model of `lightning_odc.engine.protocol`, small enough to look at all of it: a shard has two halves, and a
+This is a model of `lightning_odc.protocol.protocol`, small enough to look at all of it: a shard has two halves, and a
 gradient is who added it, and of which version. The real protocol is tested by random interleavings of its real
 operations.
 """

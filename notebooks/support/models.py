@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
-from lightning_odc.data.packing import IGNORE_INDEX, PackedBatch
 from lightning_odc.demo import VOCABULARY
+from lightning_odc.samples.packing import IGNORE_INDEX, PackedBatch
 
 HEAD_SIZE = 64
 

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from lightning_odc.callbacks.timeline.gantt import timelines_figure
 from lightning_odc.callbacks.timeline.palette import BLUE, GREEN, GREY, IDLE, LIGHT_BLUE, ORANGE, PURPLE, RED
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
-from lightning_odc.engine.tracing import Span
+from lightning_odc.protocol.tracing import Span
 
 from .replay import Piece, duration, idle_fraction
 

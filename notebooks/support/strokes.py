@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_odc.data.packing import IGNORE_INDEX
+from lightning_odc.samples.packing import IGNORE_INDEX
 
 ALPHABET = "0123456789+=|."
 STROKE, END = ALPHABET.index("|"), ALPHABET.index(".")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_odc.engine.transports.base import Transport, WindowSpec
+from lightning_odc.protocol.transports.base import Transport, WindowSpec
 
 
 class ThreadHub:

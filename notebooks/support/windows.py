@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
-from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.tracing import Span, Tracer
-from lightning_odc.engine.transports.base import UnitSpec
+from lightning_odc.protocol.protocol import Protocol
+from lightning_odc.protocol.tracing import Span, Tracer
+from lightning_odc.protocol.transports.base import UnitSpec
 
 from .threads import ThreadHub
 

@@ -17,7 +17,7 @@ from benchmarks.gpu import __main__ as benchmark
 from benchmarks.gpu.host_time import Way
 from benchmarks.gpu.measure import MIB, host_waits
 from benchmarks.gpu.report import fractions
-from tests.engine.transports.test_cuda import engine_on_a_fake_device
+from tests.protocol.transports.test_cuda import engine_on_a_fake_device
 from tests.support.models import init_gloo
 from tests.support.ranks import on_ranks
 

@@ -19,7 +19,7 @@ from benchmarks.harness.processes import Placement, RankProcesses, place
 from benchmarks.harness.report import Outcome
 from benchmarks.harness.results import MinibatchRecord, Run, Totals
 from benchmarks.harness.workload import Workload
-from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
+from lightning_odc.protocol.transports.preflight import OVERLAP_VARIABLE
 
 CAPTION = "2 ranks on one GPU: shows that it works, not how fast"
 

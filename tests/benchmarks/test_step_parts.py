@@ -10,9 +10,9 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.step_parts import PARTS, Parts, part_of
 from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.rng import seed_rng
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.waiting import Waiter
+from lightning_odc.protocol.waiting import Waiter
+from lightning_odc.samples.rng import seed_rng
 from lightning_odc.trial.audit import Audit
 
 

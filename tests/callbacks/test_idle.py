@@ -37,8 +37,8 @@ from lightning_odc.callbacks.idle.summary import (
 )
 from lightning_odc.callbacks.timeline.spans import Passage
 from lightning_odc.data.minibatch import MicrobatchFacts, real_token_count, sample_count, token_count
-from lightning_odc.data.packing import PackingCollator, pack_samples
-from lightning_odc.engine.peers import Word
+from lightning_odc.protocol.peers import Word
+from lightning_odc.samples.packing import PackingCollator, pack_samples
 from tests.support.modules import Memory, TokenModule, loader, trainer, warned
 from tests.support.ranks import Teams, of_all_ranks, on_ranks, try_ranks
 from tests.support.tiers import fast

@@ -27,9 +27,9 @@ from lightning_odc.callbacks.idle.sampling import (
 )
 from lightning_odc.callbacks.idle.sources import GradientWatch, StreamWait, StreamWaits, StreamWatch, Watch
 from lightning_odc.callbacks.idle.summary import DevicePart, IdleCause, IdleSummary, StepNumbers
-from lightning_odc.engine.tracing import Tracer
-from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import WaitTimeoutError
+from lightning_odc.protocol.tracing import Tracer
+from lightning_odc.protocol.waiting import Cause, Waiter
 from tests.callbacks.test_idle import MS, SCALES, SLACK, STEPS, errors_of, fit, one_process
 from tests.support.modules import Memory, warned
 from tests.support.ranks import run_ranks

@@ -24,7 +24,7 @@ from lightning_odc.callbacks import (
 )
 from lightning_odc.callbacks.timeline.gantt import timelines_figure
 from lightning_odc.callbacks.timeline.spans import RankTimeline, with_collective_waits
-from lightning_odc.engine.tracing import Span
+from lightning_odc.protocol.tracing import Span
 from tests.callbacks.test_idle import MS, Sleeper, microbatch
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import on_ranks, try_ranks

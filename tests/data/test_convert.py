@@ -125,7 +125,7 @@ def test_what_torchdatas_loader_says_is_taken_over():
 
 def test_other_sampling_is_refused():
     cases = [
-        ({"batch_size": None}, "samples are batches already"),
+        ({"batch_size": None}, "each of its samples is a batch already"),
         (
             {"batch_size": 1, "batch_sampler": BatchSampler(SequentialSampler(ROWS), 2, False)},
             r"DataLoader\(batch_sampler=BatchSampler\(...\)\) chooses which samples go together.*batch_size=2, ",

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from lightning_odc.balance import POLICIES
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.packing import pack_samples
+from lightning_odc.samples.packing import pack_samples
 from tests.support.fits import LR, Parameters, are_equal, assert_same, one_process
 from tests.support.models import full_parameters
 from tests.support.modules import TokenModule, trainer

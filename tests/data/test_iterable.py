@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.samples.lengths import LengthsUnknownError
 from tests.support.refusals import assert_refused
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 23).tolist()

@@ -22,10 +22,10 @@ from torch.utils.data import Dataset
 
 from lightning_odc import host_memory
 from lightning_odc.data.arguments import check_world
-from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader, current_world
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.position import Order, Position, Progress, translated
+from lightning_odc.samples.lengths import LengthsUnknownError
 from tests.support.ranks import run_ranks
 from tests.support.refusals import assert_refused
 from tests.test_host_memory import count_kill, tree

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_odc.balance import COLLECTIVE_SAFE, POLICIES, with_speeds
-from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.plan import BatchOptions, EpochPlan, MinibatchPlan, Recipe
+from lightning_odc.samples.lengths import Lengths
 from tests.support.refusals import assert_refused
 
 

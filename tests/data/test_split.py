@@ -14,9 +14,9 @@ from torch.testing import assert_close
 
 from lightning_odc import BalancedDataLoader
 from lightning_odc.data.minibatch import MicrobatchFacts, Rereader, Task
-from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.data.split import parts_of
-from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.samples.packing import PackingCollator, pack_samples
+from lightning_odc.samples.weighting import LabelCounter, Rule
 
 
 @settings(deadline=None)

@@ -33,6 +33,18 @@ The experiments behind other figures of this documentation are in `benchmarks/` 
 `make bench NAME=comm ARGS="--help"`.
 """
 
+_ESTIMATE = """
+`advise` estimates memory from the sizes of a model. `python -m benchmarks.activations` compares that with the
+peaks of two CPU ranks (fp32, random weights, microbatches of 512 and 2,048 tokens, 2026-11-29). The error is
+estimate / measured - 1. It has not been measured on GPUs.
+
+| model | 512 | 512, checkpointed | 2,048 | 2,048, checkpointed |
+|---|---|---|---|---|
+| Llama, 58 million parameters | +0% | +0% | -5% | +2% |
+| Qwen 2, 108 million | -2% | **-11%** | **-12%** | **-21%** |
+| GPT-2, 33 million | -8% | **-26%** | -3% | **-22%** |
+"""
+
 
 def page() -> str:
     """The whole page."""
@@ -43,13 +55,15 @@ def page() -> str:
             cli.main([*name.split(), "--help"])
         command = f"lightning-odc {name}".strip()
         parts.append(f"## {title}\n\n`{command}`\n\n```text\n{out.getvalue().strip()}\n```\n")
+        if name == "advise":
+            parts[-1] += _ESTIMATE
     return "\n".join(parts)
 
 
 def advice() -> str:
     """What the command of docs/get-started.md prints."""
     out = io.StringIO()
-    line = "--lengths longalign --model 1.5b --device H200 --devices 8"
+    line = "--data longalign --model 1.5b --device H200 --devices 8"
     with redirect_stdout(out):
         assert cli.main(["advise", *line.split()]) == 0
     return out.getvalue()

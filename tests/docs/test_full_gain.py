@@ -136,7 +136,8 @@ def test_first_screens_show_one_run_of_the_example() -> None:
         text = page.read_text()
         assert shown in text
         headline = (
-            f"Change one word: {ddp} s per epoch become {odc}. The best without this package takes {single}."
+            f"Change one word: an epoch takes {odc} s instead of {ddp} s. The best without this package takes "
+            f"{single} s."
         )
         assert headline in " ".join(text.split()), page
 

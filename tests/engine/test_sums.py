@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lightning_odc.engine.additions import OF_THE_USER, Added, Additions, Pass
 from lightning_odc.engine.late_gradients import Placeholders
-from lightning_odc.engine.protocol import DISCARD
-from lightning_odc.engine.transports.base import Segment
 from lightning_odc.engine.unit_sum import UnitSum
 from lightning_odc.errors import DisagreementError, ODCError
+from lightning_odc.protocol.protocol import DISCARD
+from lightning_odc.protocol.transports.base import Segment
 
 OWNERS = 2
 ROWS = [(2, 3), (1, 2), (3, 2)]  # of three parameters: rows and columns

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_odc import _compat
-from lightning_odc.engine import flat_sums
-from lightning_odc.engine.collective import process_group_rendezvous
-from lightning_odc.engine.flat_sums import FlatSums
-from lightning_odc.engine.nodes.column import ColumnGroup, Layout
-from lightning_odc.engine.nodes.copies import CopiesProtocol
-from lightning_odc.engine.nodes.leaders import Leaders
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.whole import WholeCollectiveEngine, WholeEngine, WholeOnDemandEngine
 from lightning_odc.errors import DisagreementError
+from lightning_odc.protocol import flat_sums
+from lightning_odc.protocol.flat_sums import FlatSums
+from lightning_odc.protocol.nodes.column import ColumnGroup, Layout
+from lightning_odc.protocol.nodes.copies import CopiesProtocol
+from lightning_odc.protocol.nodes.leaders import Leaders
+from lightning_odc.protocol.transports.base import process_group_rendezvous
+from lightning_odc.protocol.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.nodes import mesh_of
 from tests.strategy.test_parity import STEPS, minibatch, one_process, optimizer_of
 from tests.support.fake_device import fake_cuda

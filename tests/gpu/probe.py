@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
+from lightning_odc.protocol.transports.base import Transport, UnitSpec, WindowSpec
 
 MIB = 2**20
 PATIENCE = 60  # seconds for one wait; after twice as long every rank prints where its threads are

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.harness.processes import Placement, place
-from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.transports.cuda import CudaTransport
+from lightning_odc.protocol.transports.base import process_group_rendezvous
+from lightning_odc.protocol.transports.cuda import CudaTransport
 from tests.support.fake_device import fake_cuda
 
 HAS_GPU = torch.cuda.is_available()
@@ -55,7 +55,7 @@ def transport(rank: int, device: torch.device, late: int | None = None) -> CudaT
     meet = rendezvous()
     if device.type == "cpu":
         return fake_cuda(rank, world_size, meet)
-    from lightning_odc.engine.transports.cuda import SymmetricDevice
+    from lightning_odc.protocol.transports.cuda import SymmetricDevice
 
     group = dist.group.WORLD
     if late is None:
@@ -67,7 +67,7 @@ def transport(rank: int, device: torch.device, late: int | None = None) -> CudaT
 
 def late_device(device: torch.device, group: Any, seed: int) -> Any:
     """A GPU that sleeps before it copies, adds, or passes a mark: who does not wait for it is too early."""
-    from lightning_odc.engine.transports.cuda import SymmetricDevice
+    from lightning_odc.protocol.transports.cuda import SymmetricDevice
 
     late = Late(seed)
 

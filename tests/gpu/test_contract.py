@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.transports.base import Segment, UnitSpec, WindowSpec
 from lightning_odc.errors import WindowError
-from tests.engine.transports import test_contract as contract
+from lightning_odc.protocol.protocol import Protocol
+from lightning_odc.protocol.transports.base import Segment, UnitSpec, WindowSpec
 from tests.gpu.ranks import HAS_GPU, WORLD_SIZES, needs_gpu, rendezvous, start, transport
+from tests.protocol.transports import test_contract as contract
 from tests.support.fake_device import fake_cuda
 from tests.support.ranks import run_ranks, try_ranks
 

@@ -15,8 +15,9 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from lightning_odc.engine.collective import CollectiveEngine, single_process
+from lightning_odc.engine.collective import CollectiveEngine
 from lightning_odc.fabric import ODCFabricStrategy
+from lightning_odc.protocol.transports.base import single_process
 from lightning_odc.rl import claim_prompts
 from lightning_odc.rl.prompts import _Share
 from lightning_odc.rl.ranks import Ranks

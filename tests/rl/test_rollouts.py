@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_odc import rl
-from lightning_odc.engine.records import Ledger
+from lightning_odc.protocol.records import Ledger
 from lightning_odc.rl import Rollout
 from lightning_odc.rl.ranks import Ranks
 from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_odc.engine.nodes.column import Layout
+from lightning_odc.protocol.nodes.column import Layout
 from lightning_odc.sharding.nodes import layout_of
 from tests.support.models import init_gloo
 from tests.support.ranks import on_ranks

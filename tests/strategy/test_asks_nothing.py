@@ -1,4 +1,4 @@
-"""Handing over a training loader asks nothing: no plan is made, no sample is read, and no rank waits."""
+"""Handing over a training loader makes no plan, lets no rank wait, and reads one sample: it may be a `Minibatch`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class KnowsLengths(Dataset[Tensor]):
     lengths = LENGTHS
 
     def __init__(self) -> None:
-        self.may_be_read = True
+        self.reads: list[int] = []  # copies of the data set share it
 
     def __len__(self) -> int:
         return len(LENGTHS)
 
     def __getitem__(self, index: int) -> Tensor:
-        assert self.may_be_read
+        self.reads.append(index)
         return torch.arange(1, LENGTHS[index] + 1)
 
 
@@ -40,12 +40,12 @@ def nothing_answers(engine: Engine, data: KnowsLengths) -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("it was asked")
 
-    data.may_be_read = False
+    before = len(data.reads)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Planner, "plan", refuse)
         patched.setattr(type(engine), "exchange", refuse)
         yield
-    data.may_be_read = True
+    assert len(data.reads) <= before + 1
 
 
 class Checks(ODCStrategy):

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.sharding.wrapping import refuse_layers
-from lightning_odc.strategy.options import Options
+from lightning_odc.strategy.setup.options import Options
 from tests.support.fits import Manual, Sgd, assert_same, before_step, doing, failure, fit, one_process
 from tests.support.models import WIDTH, full_parameters, token_batches
 from tests.support.modules import TokenModule, trainer, unsized
@@ -46,7 +46,10 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"device_mesh": (2, 2)}, r'Write sharding_strategy="HYBRID_SHARD"'),
     ({**HYBRID, "device_mesh": (4,)}, r"device_mesh=\(nodes, ranks per node\)"),
     ({"balance": "steal", "deterministic": True}, r'Use balance="lb_mini" with deterministic=True \(the'),
-    ({"balance": "karma"}, 'Write balance="auto", "local_sort", "lb_micro", "lb_mini", "steal" or None.'),
+    ({"balance": "karma"}, r'Write balance="auto", "local_sort", "lb_micro", "lb_mini", "steal" or None\.$'),
+    ({"balance": "lb-mini"}, r'"steal" or None\. Did you mean "lb_mini"\?$'),
+    ({"communication": "ondemand"}, r'Did you mean "on_demand"\?$'),
+    ({"sharding_strategy": "FULL_SHARDS"}, r'Did you mean "FULL_SHARD"\?$'),
     ({**LB_MINI, **COLLECTIVE}, 'use communication="on_demand", or balance="lb_'),
     ({"accumulator_dtype": torch.int32}, "Write accumulator_dtype=torch.float32 or None."),
     ({"max_tokens": 0}, r"ODCStrategy\(max_tokens=0\) cannot work. Write max_tokens=8192"),
@@ -63,6 +66,10 @@ MISTYPED: list[tuple[dict[str, Any], str]] = [
     ({"balanse": "lb_mini"}, r"^ODCStrategy does not know balanse=\. Did you mean balance=\?$"),
     ({"max_token": 8, "comunication": 1}, r"comunication=\. Did you mean communication=\? .*max_tokens=\?$"),
     ({"stage": 3}, r"^ODCStrategy does not know stage=\.$"),
+    (
+        {"find_unused_parameters": True},
+        "find_unused_parameters, which DDP does. Leave it out: it is not needed",
+    ),
 ]
 
 
@@ -393,6 +400,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
         "'layer' has sparse=True",
     ),
     "layer scales": (holding(nn.Embedding(3, 2, max_norm=1)), PLAIN, {}, "'layer' has max_norm=1: it scales"),
+    "gradients have a hook": (
+        hooked(configure_model=lambda own: own.net.head.weight.register_hook(torch.clone)),
+        PLAIN,
+        {},
+        "'net.head.weight' has a hook of `register_hook`, and gradients of shards do not pass it",
+    ),
     "FSDP1": (hooked(configure_model=wrap_head), ONE, {}, FSDP1),
     # Ranks that differ:
     "plans": (items, PLANS, {}, r"plan from rank 0: \['seed 1'\] against \['seed 0'\]"),

@@ -500,13 +500,22 @@ OWN = {"use_distributed_sampler": False}
 WEIGHTED = WeightedRandomSampler([1.0] * 24, 24)
 GROUPS = r"chooses which samples go together.*DataLoader\(dataset, batch_size="
 STOLEN = 'balance="steal" reads the samples of other ranks by index.*write balance="lb_mini"'
-UNKNOWN = r"Write\n    ODCStrategy\(length_fn=lambda sample"
+UNKNOWN = r"Write\n    ODCStrategy\(length_fn=lambda sample: 1\)"
 #: Options of the loader, those of the strategy, and what is said.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "too long": ({}, {"max_tokens": 20}, "23 has 25 tokens, more than max_tokens=20.*write max_tokens=25"),
-    "few samples": ({"dataset": SAMPLES[:1]}, {}, r"1 samples, fewer than 2 .*Write Trainer\(devices=1\)"),
+    "few samples": ({"dataset": SAMPLES[:1]}, {}, r"1 sample, fewer than 2 .*Write Trainer\(devices=1\)"),
     "no minibatch": ({"dataset": SAMPLES[:5], "drop_last": True}, {}, "drop_last=True leaves no minibatch"),
-    "batch sampler": (IN_FOURS, {}, GROUPS),
+    "batch sampler": (
+        IN_FOURS,
+        {},
+        r"each of its samples is a batch.*DataLoader\(batch_sampler=BatchSampler",
+    ),
+    "no batch size": (
+        {"batch_size": None},
+        OWN,
+        r"each of its samples is a batch already.*shuffle=True\)\.$",
+    ),
     "own batch sampler": ({"batch_size": 1, "batch_sampler": OwnBatches(3)}, OWN, rf"{GROUPS}\.\.\., "),
     "sampler": ({"sampler": WEIGHTED}, {}, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
     "own sampler": ({"sampler": WEIGHTED}, OWN, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc import Minibatch
 from lightning_odc.data.minibatch import Task
 from lightning_odc.data.split import middle
-from lightning_odc.engine.records import Ledger, WeightKind
+from lightning_odc.protocol.records import Ledger, WeightKind
 from lightning_odc.run.attempt import Attempt, Retry
 from lightning_odc.run.contribution import Contribution
-from lightning_odc.strategy.options import WORDING
+from lightning_odc.strategy.setup.options import WORDING
 from tests.support.fits import doing, fit
 from tests.support.models import WIDTH, Block
 from tests.support.modules import warned

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_odc import ODCStrategy
 from lightning_odc.data.model_cost import causal_model, hugging_face_config
-from lightning_odc.data.packing import PackingCollator
+from lightning_odc.samples.packing import PackingCollator
 from lightning_odc.strategy.model_facts import (
     _trouble_of,
     packing_trouble,

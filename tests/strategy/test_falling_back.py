@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from lightning_odc import BalancedDataLoader, ODCStrategy, host_memory
 from lightning_odc.engine.collective import CollectiveEngine
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import WindowError
-from lightning_odc.strategy import attaching
+from lightning_odc.protocol.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.strategy.setup import attaching
 from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
 from tests.support import groups
 from tests.support.fits import are_equal, assert_same, failure, fit

@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import cost_of_model
-from lightning_odc.data.packing import PackingCollator
-from lightning_odc.data.weighting import LabelCounter
-from lightning_odc.engine.records import Ledger, WeightKind, check_records
 from lightning_odc.errors import DisagreementError
+from lightning_odc.protocol.records import Ledger, WeightKind, check_records
 from lightning_odc.run.contribution import contribution
+from lightning_odc.samples.packing import PackingCollator
+from lightning_odc.samples.weighting import LabelCounter
 from tests.strategy.test_balance import Padded, plain
 from tests.strategy.test_models import causal_lm
 from tests.support import fits

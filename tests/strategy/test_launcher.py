@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader
 import lightning_odc
 from lightning_odc import host_memory
 from lightning_odc.errors import PeerFailedError
-from lightning_odc.strategy import launcher
-from lightning_odc.strategy.launcher import ForkLauncher
+from lightning_odc.strategy.setup import launcher
+from lightning_odc.strategy.setup.launcher import ForkLauncher
 from tests.support.fits import assert_same, doing, one_process
 from tests.support.modules import TokenModule, loader, token_batches, trainer
 from tests.support.ranks import forked, on_ranks, torchrun_environment

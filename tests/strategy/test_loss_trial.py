@@ -23,9 +23,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_odc.data.weighting import LabelCounter, Rule
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.run import session
+from lightning_odc.samples.weighting import LabelCounter, Rule
 from lightning_odc.trial.collectives import CollectiveListener
 from lightning_odc.trial.decide import Tried, decide
 from lightning_odc.trial.together import try_together

@@ -269,8 +269,9 @@ def test_compiled_blocks_equal_the_others_under_collectives(rank):
 SHAPES = [(2, 5), (2, 7), (3, 7), (1, 7), (1, 4), (4, 9)]
 
 
+@pytest.mark.parametrize("limit", [8, 1])
 @on_ranks(2)
-def test_blocks_have_one_graph_for_a_row_and_one_for_several(rank):
+def test_blocks_have_one_graph_for_a_row_and_one_for_several_and_the_limit_is_said(rank, limit):
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -282,9 +283,13 @@ def test_blocks_have_one_graph_for_a_row_and_one_for_several(rank):
         block.compile(backend=backend)
     torch.compiler.reset()  # tests share ranks, and what is compiled there
     microbatches = [torch.randint(11, shape) for shape in SHAPES]
-    fits.fit(module, [Minibatch(microbatches)])
-    assert torch._dynamo.config.assume_static_by_default
-    assert len(graphs) == 2
+    with torch._dynamo.config.patch(recompile_limit=limit), warned() as messages:
+        fits.fit(module, [Minibatch(microbatches)])
+        assert torch._dynamo.config.assume_static_by_default
+    assert len(graphs) == min(limit, 2)
+    told = [message for message in messages if f"compiled a function {limit} times" in message]
+    assert bool(told) == (limit == 1)
+    assert all("recompile_limit = 4" in message for message in told)
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_odc import ODCStrategy, _compat_lightning
 from lightning_odc.sharding.checkpoints import optimizer_state
-from lightning_odc.strategy.precision import ODCPrecision
-from lightning_odc.strategy.sharded import OFFLOADING_BACKEND
+from lightning_odc.strategy.setup.precision import ODCPrecision
+from lightning_odc.strategy.setup.sharded import OFFLOADING_BACKEND
 from tests.support.ranks import on_ranks
 
 GPUS = [torch.device("cuda", index) for index in range(2)]
@@ -66,7 +66,7 @@ def _started_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> str | None
     register = "lightning_odc._compat_lightning.atexit.register"
     monkeypatch.setattr(FSDPStrategy, start, lambda self: found.append(self.process_group_backend))
     monkeypatch.setattr(register, lambda function: found.append("ended"))
-    attaching = "lightning_odc.strategy.attaching"
+    attaching = "lightning_odc.strategy.setup.attaching"
     monkeypatch.setattr(f"{attaching}.RollCall", lambda: None)  # there is no group to call
     monkeypatch.setattr(f"{attaching}.destroy_groups_at_exit", lambda: None)
     ODCStrategy(**options).setup_environment()
@@ -85,6 +85,19 @@ def test_the_process_group_is_chosen_where_shards_are_offloaded(monkeypatch):
     for own in ("gloo", "cpu:gloo,cuda:gloo"):
         options = {"parallel_devices": GPUS, "cpu_offload": True, "process_group_backend": own}
         assert _started_with(monkeypatch, **options) == own
-    options = {"parallel_devices": GPUS, "cpu_offload": True, "process_group_backend": "nccl"}
-    assert _started_with(monkeypatch, **options) == "cpu:gloo,cuda:nccl"
+    options = {"parallel_devices": GPUS, "cpu_offload": False, "process_group_backend": "nccl"}
+    assert _started_with(monkeypatch, **options) == "nccl"
     assert callable(_compat_lightning._lightning_distributed._destroy_dist_connection)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"parallel_devices": GPUS, "cpu_offload": True}, "cpu:gloo,cuda:nccl"),
+        ({"parallel_devices": [torch.device("cpu")] * 2}, "gloo"),
+    ],
+)
+def test_nccl_is_refused_where_tensors_are_in_host_memory(options, line):
+    strategy = ODCStrategy(process_group_backend="nccl", **options)
+    with pytest.raises(ValueError, match=f'write process_group_backend="{line}"'):
+        strategy.setup_environment()

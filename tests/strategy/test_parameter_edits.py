@@ -101,7 +101,10 @@ def refusal_of(
     """What this rank says; the error of another rank that stops this one is a part of it."""
     with pytest.raises(ODCError) as error:
         fit(rank, communication, Edits(place, edit))
-    assert "`trainer.strategy.publish_parameters()` on all of them" in str(error.value)
+    assert (
+        "call `trainer.strategy.publish_parameters()` (in Fabric `fabric.strategy.publish_parameters()`, after"
+        in str(error.value)
+    )
     return f"{type(error.value).__name__}: {error.value}"
 
 
@@ -180,7 +183,7 @@ class Limited(Block):
     [
         ({"keep_gathered": 0}, 0),
         ({"communication": "collective"}, 0),
-        ({"keep_gathered": 2**30}, 2),  # units stay gathered from the second step on
+        ({"keep_gathered": "1GiB"}, 2),  # units stay gathered from the second step on
     ],
 )
 def test_what_a_block_writes_into_its_own_weights_is_found(rank, options, waits):

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
+from lightning_odc.engine.collective import CollectiveEngine
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.protocol.transports.base import process_group_rendezvous
+from lightning_odc.protocol.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
 from tests.support.fits import LENGTHS, LR, assert_same
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches

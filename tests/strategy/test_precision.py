@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_odc import Minibatch
-from lightning_odc.strategy.precision import LossScaler, ODCPrecision
+from lightning_odc.strategy.setup.precision import LossScaler, ODCPrecision
 from tests.support.fits import Sgd, are_equal, doing, fit, fitted, one_process
 from tests.support.models import WIDTH, Block, full_parameters, token_batches
 from tests.support.modules import TokenModule, loader, trainer, warned

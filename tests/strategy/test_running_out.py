@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_odc import Minibatch
-from lightning_odc.engine.records import Ledger, WeightKind
+from lightning_odc.protocol.records import Ledger, WeightKind
 from lightning_odc.strategy.running_out import EndsTogether
 from tests.support.fits import Manual, Sgd, Watch, assert_same, before_step, doing, failure, fit, one_process
 from tests.support.models import full_parameters, summed_loss, token_batches

@@ -15,7 +15,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_odc.fabric import ODCFabricStrategy
-from lightning_odc.strategy.starting import let_nodes_reach_gloo
+from lightning_odc.strategy.setup.starting import let_nodes_reach_gloo
 from tests.support.fits import doing, fit
 from tests.support.modules import TokenModule, token_batches
 from tests.support.ranks import run_ranks

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.callbacks.idle.sources import GroupWatch
-from lightning_odc.engine import sample_group
 from lightning_odc.errors import DisagreementError
+from lightning_odc.protocol import sample_group
 from tests.support.fits import assert_same, fit
 from tests.support.groups import (
     CLOSE,

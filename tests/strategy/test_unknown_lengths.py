@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_odc.data import lengths
 from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.sharing import content_of
+from lightning_odc.samples import lengths
+from lightning_odc.samples.sharing import content_of
 from tests.strategy.test_balance import Padded, pad
 from tests.support.fits import are_equal, assert_same, failure, fit
 from tests.support.models import full_parameters

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 
 from lightning_odc import Minibatch
-from lightning_odc.engine.peers import FOLLOWED
-from lightning_odc.engine.roll_call import _FOLLOWED, RollCall
-from lightning_odc.engine.transports.host import boot_id
+from lightning_odc.protocol.peers import FOLLOWED
+from lightning_odc.protocol.roll_call import _FOLLOWED, RollCall
+from lightning_odc.protocol.transports.host import boot_id
 from tests.strategy.test_failures import SilentError
 from tests.strategy.test_launcher import run
 from tests.support.fits import fit
@@ -88,7 +88,7 @@ def test_what_a_rank_tells_just_before_it_ends_is_heard(error):
 
 
 def _ends_on_another_host(rank: int, hosts: list[str]) -> None:
-    with patch("lightning_odc.engine.roll_call.boot_id", lambda: hosts[rank]):
+    with patch("lightning_odc.protocol.roll_call.boot_id", lambda: hosts[rank]):
         _ends(rank, "dies", "between two fits")
 
 
@@ -157,7 +157,7 @@ def test_a_rank_that_dies_when_all_is_done_fails_the_job(where, tmp_path):
 LATE = """
 import os, sys, time
 from datetime import timedelta
-from lightning_odc.strategy import launcher
+from lightning_odc.strategy.setup import launcher
 from tests.support.modules import TokenModule, loader, token_batches, trainer
 
 launcher.GRACE = 0.5

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_odc import BalancedDataLoader
-from lightning_odc.data.packing import pack_samples
+from lightning_odc.samples.packing import pack_samples
 from tests.support import losses
 from tests.support.fits import fit, largest_difference
 from tests.support.losses import KINDS, LENGTHS, Losses, collate, samples

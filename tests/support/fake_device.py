@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_odc.engine.transports.base import Rendezvous, UnitSpec
-from lightning_odc.engine.transports.cuda import CudaTransport
-from lightning_odc.engine.transports.preflight import DeviceFacts
-from lightning_odc.engine.transports.shared_memory import HEADER_BYTES, Address, MappedWindow, RangeLock
+from lightning_odc.protocol.transports.base import Rendezvous, UnitSpec
+from lightning_odc.protocol.transports.cuda import CudaTransport
+from lightning_odc.protocol.transports.preflight import DeviceFacts
+from lightning_odc.protocol.transports.shared_memory import HEADER_BYTES, Address, MappedWindow, RangeLock
 
 _SECRET = bytes(32)
 _LONGEST_DELAY = 300e-6

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from lightning_odc.engine import waiting
-from lightning_odc.engine.transports.base import Lock, Transport
+from lightning_odc.protocol import waiting
+from lightning_odc.protocol.transports.base import Lock, Transport
 from notebooks.support.threads import ThreadHub
 
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_odc.engine.transports import kernels
+from lightning_odc.protocol.transports import kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 #: Lengths around heads, tails, blocks and strides of this small launch.

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_odc import _compat
-from lightning_odc.engine.collective import process_group_rendezvous
-from lightning_odc.engine.nodes.column import ColumnGroup, Layout
-from lightning_odc.engine.nodes.copies import CopiesProtocol
-from lightning_odc.engine.nodes.leaders import Leaders
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.protocol.nodes.column import ColumnGroup, Layout
+from lightning_odc.protocol.nodes.copies import CopiesProtocol
+from lightning_odc.protocol.nodes.leaders import Leaders
+from lightning_odc.protocol.transports.base import process_group_rendezvous
+from lightning_odc.protocol.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.nodes import mesh_of
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_odc.data.minibatch import MicrobatchFacts, Rereader, Task
-from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.samples.weighting import LabelCounter, Rule
 from lightning_odc.trial.audit import Audit
 from lightning_odc.trial.decide import Tried, Verdict, contradiction
 from lightning_odc.trial.run import try_loss

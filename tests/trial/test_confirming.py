@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_odc import progress
-from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.samples.weighting import LabelCounter, Rule
 from lightning_odc.trial import run
 from lightning_odc.trial.collectives import CollectiveListener
 from lightning_odc.trial.decide import Verdict

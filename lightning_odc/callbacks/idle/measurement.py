@@ -48,7 +48,7 @@ from lightning_odc.data.minibatch import (
     sample_count,
     token_count,
 )
-from lightning_odc.engine.transports.host import boot_id
+from lightning_odc.protocol.transports.host import boot_id
 from lightning_odc.strategy.odc import ODCStrategy
 
 

@@ -33,9 +33,9 @@ from lightning_odc._compat_lightning import FETCH_ACTION
 from lightning_odc.callbacks.idle.summary import IdleCause, StepNumbers
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, Passage
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.sample_group import SampleGroup
-from lightning_odc.engine.tracing import Tracer
-from lightning_odc.engine.waiting import Cause
+from lightning_odc.protocol.sample_group import SampleGroup
+from lightning_odc.protocol.tracing import Tracer
+from lightning_odc.protocol.waiting import Cause
 
 
 class ComputeStream:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lightning_odc.callbacks.timeline.spans import Passage
-from lightning_odc.engine.waiting import Cause
 from lightning_odc.metrics import idle_fraction, imbalance
+from lightning_odc.protocol.waiting import Cause
 
 UNKNOWN = math.nan
 

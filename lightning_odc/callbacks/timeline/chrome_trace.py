@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline
-from lightning_odc.engine.tracing import Span
+from lightning_odc.protocol.tracing import Span
 
 FORMAT = "lightning-odc timeline 3"
 

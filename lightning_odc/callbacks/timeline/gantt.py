@@ -57,7 +57,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
         path: Path of the picture.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed: ``pip install "lightning-odc[demo]"``.
+        ModuleNotFoundError: matplotlib is not installed: ``pip install matplotlib``.
         OSError: the file cannot be written.
     """
     buffer = io.BytesIO()

@@ -22,8 +22,8 @@ from lightning_odc.callbacks.timeline.chrome_trace import encode
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline, with_collective_waits
 from lightning_odc.data.minibatch import token_count
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.tracing import Tracer
-from lightning_odc.engine.transports.host import boot_id
+from lightning_odc.protocol.tracing import Tracer
+from lightning_odc.protocol.transports.host import boot_id
 from lightning_odc.strategy.odc import ODCStrategy
 
 Steps = Annotated[range, Like("range(10, 13)", lambda steps: min(steps, default=-1) >= 0)]

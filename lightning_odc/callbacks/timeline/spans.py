@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_odc.engine.tracing import Span
 from lightning_odc.metrics import idle_fraction
+from lightning_odc.protocol.tracing import Span
 
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "exchange"})
 """Kinds of spans in which all ranks synchronize."""

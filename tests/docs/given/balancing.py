@@ -5,7 +5,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_odc import BalancedDataLoader
-from lightning_odc.data.packing import pack_samples
+from lightning_odc.samples.packing import pack_samples
 
 
 class Tokens(Dataset):

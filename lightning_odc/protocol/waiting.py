@@ -1,0 +1,186 @@
+"""Waiting that sleeps, has a deadline, and adds up: how long this rank was idle, and why. And reports of long waits.
+
+Reports say where every rank is: on stderr and, with the Python stack, in a file. The rank that hangs is the one that
+does not wait. So each rank has a thread that looks at all ranks' control words, and reports when *any* rank has waited
+for long.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+
+from lightning_odc.errors import WaitTimeoutError
+from lightning_odc.protocol.tracing import Traced, Tracer
+
+_SPINS = 3
+_FIRST_SLEEP = 20e-6
+_LONGEST_SLEEP = 500e-6
+_SLEEP_FRACTION = 1 / 16
+CHECK_EVERY = 0.05
+_LONGEST_NAP = 1.0  # between two looks of the thread that reports
+_NAPS = 10  # looks per soft limit
+
+
+#: Added to the report of a wait that ended at its deadline while another rank was computing.
+_HINT = (
+    "A rank that computes for so long may itself be waiting, in a collective inside `forward` or `training_step` "
+    "(`all_gather`, `all_reduce`, SyncBatchNorm, `generate(synced_gpus=True)`): ranks with different numbers of "
+    "microbatches block each other there. Move it out of the microbatch, or run equally many microbatches on every "
+    "rank."
+)
+
+
+class Cause(StrEnum):
+    """Why a rank waited. *Idle* is the sum over all causes."""
+
+    READ = "read"
+    LOCK = "lock"
+    SETTLE = "settle"
+    NETWORK = "network"
+
+
+class Waiter(Traced):
+    """Waits for other ranks, and adds the seconds up."""
+
+    def __init__(
+        self,
+        timeout: float,  # seconds after which a wait gives up
+        check: Callable[[], None],  # called 20 times a second in every wait; raises if a peer has failed
+        report: Callable[[], str],  # where every rank is, for the message of a timeout
+        hang_report: HangReport | None = None,  # receives a timeout, too
+        tracers: list[Tracer] | None = None,
+    ) -> None:
+        super().__init__(tracers)
+        self.timeout = timeout
+        self.seconds: dict[Cause, float] = dict.fromkeys(Cause, 0.0)  # of idle time since the start
+        self.waiting_for: Callable[[], str] | None = None  # while it waits
+        self._check = check
+        self._report = report
+        self._hang_report = hang_report
+
+    def until(
+        self,
+        ready: Callable[[], bool],
+        cause: Cause | None,  # ``None`` for the own device: work, not idle time
+        what: Callable[[], str],  # this rank waits for, for messages
+        peer: int | None = None,  # the rank of the job that is waited for, for traces
+        check: Callable[[], None] | None = None,  # raises if this wait can never end
+    ) -> None:
+        """Sleep until ``ready()``."""
+        if not ready():
+            with self.during(cause, what, peer):
+                self._sleep_until(ready, what, check)
+
+    @contextmanager
+    def during(self, cause: Cause | None, what: Callable[[], str], peer: int | None = None) -> Iterator[None]:
+        """Enter the time inside as a wait, as `until` does; for a rank in a collective, which has its own end."""
+        if cause is not None:
+            for tracer in self.tracers:
+                tracer.begin_wait(str(cause))
+        begin = time.monotonic_ns()
+        self.waiting_for = what
+        try:
+            yield
+        finally:  # a wait that failed was a wait, too
+            self.waiting_for = None
+            if cause is not None:
+                self.seconds[cause] += (time.monotonic_ns() - begin) / 1e9
+                self.record("wait", begin, cause=str(cause), peer=peer)
+
+    def _sleep_until(
+        self, ready: Callable[[], bool], what: Callable[[], str], check: Callable[[], None] | None
+    ) -> None:
+        begin = time.monotonic()
+        next_check = begin + CHECK_EVERY
+        spins = _SPINS
+        while not ready():
+            now = time.monotonic()
+            if now >= next_check:
+                next_check = now + CHECK_EVERY
+                try:
+                    self._check()
+                    if check is not None:
+                        check()
+                except Exception:  # a peer may finish its part and leave between the two looks
+                    if not ready():
+                        raise
+            if now - begin > self.timeout:
+                message = f"Gave up after {self.timeout:g} s of {what()}.\n{self._report()}"
+                if "computing" in message:
+                    message += f"\n{_HINT}"
+                if self._hang_report is not None:
+                    self._hang_report.tell(message)
+                raise WaitTimeoutError(message)
+            # Sleeps grow with the time already waited: a short wait ends within microseconds of its cause, a long one
+            # costs less than 2 percent of a core.
+            nap = min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_FRACTION))
+            if spins > 0:
+                nap = 0
+                spins -= 1
+            time.sleep(nap)
+
+
+class HangReport:
+    """Writes reports of one rank, and keeps a thread that decides when to."""
+
+    def __init__(
+        self, after: float, directory: Path | None, rank: int, place: Callable[[], str] = str
+    ) -> None:
+        self.place = place
+        self.after = after  # seconds of waiting until the next report; after a reported wait, twice that wait
+        self.path = None if directory is None else directory / f"rank{rank}.txt"  # None: to stderr alone
+        self._rank = rank
+        self._thread: threading.Thread | None = None
+
+    def start(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
+        """Begin to look."""
+        self._stop = threading.Event()
+        watch = partial(self._watch, longest_wait, describe)
+        self._thread = threading.Thread(target=watch, name="lightning-odc hang report", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no longer. Idempotent; from the thread that called `start`."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+        self._thread = None
+
+    def tell(self, text: str) -> None:
+        """Write a report, now."""
+        note = "(There is no file of it.)"
+        if self.path is not None:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a") as file:
+                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+                    file.flush()
+                    # Of all threads: on GPUs backward passes have their own.
+                    faulthandler.dump_traceback(file)
+                note = f"Also in {self.path}, with the Python stack."
+            except OSError as error:
+                note = f"(It could not be written to {self.path}: {error}.)"
+                self.path = None
+        sys.stderr.write(f"lightning-odc: {text}\n  {note}\n")
+        sys.stderr.flush()
+
+    def _watch(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
+        told = 0.0
+        while not self._stop.wait(min(self.after / _NAPS, _LONGEST_NAP)):
+            waited = longest_wait()
+            if told and waited < told:
+                sys.stderr.write(f"lightning-odc: rank {self._rank}: the wait is over, training continues.\n")
+                self.after = max(self.after, 2 * told)
+                told = 0.0
+            if waited >= max(self.after, 2 * told):
+                since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
+                self.tell(f"ranks have been waiting for {waited:.1f} s, since {since}.\n{describe()}")
+                told = waited
