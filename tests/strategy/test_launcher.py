@@ -257,7 +257,7 @@ trainer(2, timeout=timedelta(seconds=60)).fit(Stops("items"), loader([Minibatch(
 @pytest.mark.slow
 def test_a_stopped_rank_ends_with_the_job(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(f"from lightning_odc.strategy import launcher\nlauncher.GRACE = 0.5\n{STOPPING}")
+    script.write_text(f"from lightning_odc.strategy.setup import launcher\nlauncher.GRACE = 0.5\n{STOPPING}")
     done = run(script, check=False)
     assert "stops: " in done.stdout, done.stderr
     stopped = int(done.stdout.partition("stops: ")[2].split()[0])
