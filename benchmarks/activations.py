@@ -6,7 +6,6 @@ rank's private memory over three steps of one microbatch, sampled every millisec
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -91,13 +90,12 @@ def main(arguments: list[str] | None = None) -> None:
                 peak = max(run_ranks(measure, RANKS, name, tokens, checkpointed))
                 sizes = [f"{size / MIB:,.0f} MiB" for size in (advice.states, expected, peak)]
                 error = f"{expected / peak - 1:+.0%}"
-                way = "no"
+                way = "kept"
                 if checkpointed:
-                    way = "yes"
-                row = [name, tokens, way, *sizes, error]
-                rows.append(row)
-                print(*row, file=sys.stderr)
-    print(markdown(("model", "tokens", "checkpointing", "states", "estimate", "measured", "error"), rows))
+                    way = "checkpointed"
+                rows.append([name, tokens, way, *sizes, error])
+    head = ("model", "tokens", "activations", "states", "estimate", "measured", "error")
+    print(markdown(head, rows))
 
 
 if __name__ == "__main__":

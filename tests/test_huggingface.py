@@ -10,6 +10,7 @@ import io
 import os
 import re
 import signal
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -100,6 +101,45 @@ class Balanced(ODCTrainerMixin, GathersMetrics):
     def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
         self.counts.append(len(inputs))
         return super().training_step(model, inputs, *args)
+
+
+class CountsTokens(GathersMetrics):
+    """Counts the tokens of all ranks in every microbatch, as TRL's ``SFTTrainer``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._total_train_tokens = 0
+        self._metrics: dict[str, Any] = {"train": {}}
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum().item()
+        self._total_train_tokens += tokens
+        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class BalancedCounts(ODCTrainerMixin, CountsTokens):
+    pass
+
+
+@on_ranks(2)
+def test_tokens_of_all_ranks_are_counted_and_a_replaced_order_is_named(rank, tmp_path):
+    asked = arguments(str(tmp_path), fsdp=None, train_sampling_strategy="group_by_length")
+    made = BalancedCounts(
+        new_model(), asked, padded, train_dataset=samples(), balance={"max_tokens": LONGEST}
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made.train()
+    total = EPOCHS * sum(LENGTHS)
+    assert made._total_train_tokens == total
+    assert made._metrics["train"]["num_tokens"] == [total]
+    told = [
+        str(one.message)
+        for one in said
+        if 'train_sampling_strategy="group_by_length" is replaced' in str(one.message)
+    ]
+    assert len(told) == (rank == 0)
 
 
 class OnRank0(TrainerCallback):
