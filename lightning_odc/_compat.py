@@ -391,6 +391,19 @@ def attention_of(config: Any) -> str | None:
     return name
 
 
+def tokens_counted_by(trainer: Any) -> int | None:
+    """The tokens of all microbatches so far, as a trainer of TRL counts them on this rank; others do not count."""
+    # Why: nothing public holds the count that TRL logs as ``num_tokens`` (trl 1.16).
+    count: int | None = getattr(trainer, "_total_train_tokens", None)
+    return count
+
+
+def let_count_tokens(trainer: Any, count: int) -> None:
+    """Let a trainer of TRL go on from a count, which it logs."""
+    trainer._total_train_tokens = count
+    trainer._metrics["train"]["num_tokens"] = [count]
+
+
 def symmetric_backend(device: torch.device) -> str | None:
     """What provides symmetric memory on devices of this type: ``"CUDA"`` unless other code chose otherwise."""
     # Why (this and the next three): torch calls ``torch.distributed._symmetric_memory`` an alpha, and there is no other

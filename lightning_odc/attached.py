@@ -472,10 +472,11 @@ def destroy_groups_at_exit() -> None:
 def _destroy_groups() -> None:
     if dist.is_initialized():
         group = weakref.ref(dist.group.WORLD)
+        has_threads = dist.get_backend() == "gloo"
         dist.destroy_process_group()
         gc.collect()  # a group ends with its last reference, which a trainer that is gone may hold
         left = group()
-        if left is not None:  # so may torch, by the meshes of shards that it remembers
+        if has_threads and left is not None:  # so may torch, by the meshes of shards that it remembers
             with suppress(RuntimeError):  # another rank has ended, or its group has
                 left.barrier().wait(_LAST_RANK)  # behind all else, of slower ranks too
             time.sleep(_LAST_WORK)

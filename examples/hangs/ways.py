@@ -68,7 +68,14 @@ def whole(model):
 def run(main, way):
     torch.set_default_dtype(torch.float64)
     expected = main("one", [0, 1])  # this process has the data of both ranks
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    store.set(f"ready/{rank}", "")
+    store.wait(
+        [f"ready/{other}" for other in range(ranks)]
+    )  # however long they take to start
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT
+    )
     found = main(way, [dist.get_rank()])
     dist.destroy_process_group()
     return found, expected

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import TrainerCallback
 
+from lightning_odc import _compat
 from lightning_odc.arguments import checked
 from lightning_odc.attached import Attached, attach
 from lightning_odc.data.loader import BalancedDataLoader
@@ -28,8 +29,6 @@ from lightning_odc.run.session import Session, choose_policy, share_reading
 from lightning_odc.run.wording import Wording
 from lightning_odc.samples.lengths import LengthsUnknownError
 
-#: What TRL adds the tokens of a microbatch to, on each rank, and logs as ``num_tokens``: those of all ranks.
-_COUNTED = "_total_train_tokens"
 # What `super()` reaches is the class that stands beside the mix-in.
 _Trainer: Any = object
 
@@ -200,16 +199,15 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         session = self._session
         assert runner is not None
         assert session is not None
-        counted = getattr(self, _COUNTED, None)
+        counted = _compat.tokens_counted_by(self)
         runner.begin_batch()
         runner.minibatch(inputs, session.audit)
         total += runner.batch.loss
         total *= self.accelerator.num_processes / odc.settle()  # the mean over ranks is logged
         if counted is not None:
-            own = getattr(self, _COUNTED) - counted
+            own = (_compat.tokens_counted_by(self) or 0) - counted
             of_all = counted + sum(odc.engine.exchange("tokens that TRL counts", own))
-            setattr(self, _COUNTED, of_all)
-            self._metrics["train"]["num_tokens"] = [of_all]
+            _compat.let_count_tokens(self, of_all)
         if runner.contradiction:
             session.contradict(runner.contradiction, self.state.global_step)
         return total
