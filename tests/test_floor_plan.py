@@ -22,12 +22,12 @@ FILES = {
 #: The content of every room in nodes of the syntax tree, see `tests/support/content.py`; `""` is the files beside the
 #: rooms. Who adds a feature takes its nodes from somewhere. A room may have 3 % more.
 NODES = {
-    "": 10588,
+    "": 10640,
     "balance": 7789,
     "callbacks": 9122,
     "data": 10445,
     "engine": 13344,
-    "huggingface": 2573,
+    "huggingface": 2563,
     "protocol": 15498,
     "rl": 1969,
     "run": 5441,
@@ -37,8 +37,8 @@ NODES = {
     "trial": 5545,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 112977
-MOST_NODES_OF_BENCHMARKS = 57082
+MOST_NODES = 113019
+MOST_NODES_OF_BENCHMARKS = 57074
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "tests": 9.0, "benchmarks": 8.5}
 MOST_CONDITIONAL_PER_100 = 0.7
