@@ -417,7 +417,7 @@ def test_a_script_ends_with_its_own_exit_code(tmp_path):
 
 
 INTERRUPTED = """
-import os, signal
+import atexit, os, signal, time
 from tests.support.modules import TokenModule, loader, token_batches, trainer
 
 class Interrupts(TokenModule):
@@ -426,6 +426,7 @@ class Interrupts(TokenModule):
             os.kill(os.getpid(), signal.SIGINT)
         return super().training_step(batch, batch_idx)
 
+atexit.register(time.sleep, 6)  # Lightning looks every five seconds whether another rank has failed
 signal.signal(signal.SIGINT, signal.default_int_handler)
 trainer(2).fit(Interrupts(), loader(token_batches([5, 3, 4])))
 """

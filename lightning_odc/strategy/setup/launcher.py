@@ -239,10 +239,15 @@ def end_scripts_at_exit(launcher: object, seconds: float) -> None:
         atexit.register(end_scripts, children, seconds)
 
 
-def end_interrupted_scripts() -> None:
-    """The user has interrupted: Lightning ends the other processes, so that nothing is told of how they end."""
+def end_interrupted_scripts(launcher: object) -> None:
+    """The user has interrupted: this process ends the other ones, and nothing is told of how they end."""
+    children = getattr(launcher, "procs", [])
     atexit.unregister(end_scripts)
     atexit.register(print, "Interrupted", file=sys.stderr)
+    for child in children:
+        atexit.register(child.kill)
+    # Lightning looks at this list every five seconds, and kills this process when one of them has failed.
+    children.clear()
 
 
 def end_scripts(children: list[subprocess.Popen[bytes]], seconds: float) -> None:

@@ -331,7 +331,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if isinstance(exception, KeyboardInterrupt) and self.is_global_zero:
-            end_interrupted_scripts()
+            end_interrupted_scripts(self.launcher)
 
     def teardown(self) -> None:
         self._on_teardown.close()
