@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import lightning_odc  # noqa: F401 - registers the name
 from lightning_odc.engine.collective import CollectiveEngine
-from lightning_odc.errors import DisagreementError, WindowError
+from lightning_odc.errors import DisagreementError, ODCError, WindowError
 from lightning_odc.fabric import ODCFabricStrategy
 from tests.strategy.test_falling_back import REFUSED, no_room
 from tests.strategy.test_models import answers, causal_lm, counted
@@ -107,6 +107,32 @@ def test_the_gradient_does_not_depend_on_who_ran_what(rank, counts, clip, option
     assert (reads > 0) == expected
     assert norms == of_all_ranks(norms)[0]
     assert clip is None or min(norms) > clip
+
+
+@on_ranks(2)
+def test_a_whole_gradient_is_clipped_when_it_is_complete(rank):
+    """Until ranks settle, each one has its own part, which torch's own clipping would clip by its own norm."""
+    fabric = make(ODCFabricStrategy(sharding_strategy="NO_SHARD"))
+    model, optimizer = fabric.setup(*new_model())
+
+    def backward(step: int) -> None:
+        for batch in own(rank, (2, 4), step):
+            fabric.backward(summed_loss(model, batch), num_items=batch.numel() - 1)
+
+    backward(0)
+    optimizer.zero_grad(set_to_none=False)  # in place, and nothing is left
+    backward(0)
+    fabric.strategy.settle_gradients()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    found = {name.removeprefix("module."): p for name, p in full_parameters(model.module).items()}
+    assert_same(found, reference(0.1, steps=1))
+
+    backward(1)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(ODCError, match=r"(?s)had only its own part.*fabric\.strategy\.settle_gradients"):
+        optimizer.step()
 
 
 @on_ranks(2)

@@ -148,6 +148,8 @@ class WholeEngine(Engine):
             self._follow_parameters()
             ledger = self._take_ledger()
             if not self.drops_outside:
+                if self._ranks > 1 or ledger.is_weighted:
+                    self._whole.refuse_changed()
                 self._whole.take_visible(ledger.is_weighted)
             parameters = self._sums.parameters
             own = ledger.record(

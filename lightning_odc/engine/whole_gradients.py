@@ -6,8 +6,9 @@ Where microbatches of a minibatch run, or Lightning goes backward, gradients are
 pass. So a pass that breaks off leaves nothing, and Lightning's ``zero_grad()`` before the last pass of a step drops
 nothing. Hooks of parameters wait until the gradient of the whole minibatch is complete, as in one process.
 
-Where users go backward themselves, gradients accumulate in ``.grad`` as always: users may empty it, or change it. They
-are taken from there when the step settles. Hooks wait there, too.
+Where users go backward themselves, gradients accumulate in ``.grad`` as always, and users may empty it. They are taken
+from there when the step settles. Hooks wait there, too. Until then, each rank has its own part: what clips that clips by
+the norm of a part. So a gradient that has changed behind its last pass is refused.
 
 Note [Parameters without a dimension]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from lightning_odc.engine.late_gradients import LateHooks
-from lightning_odc.errors import ODCError
+from lightning_odc.errors import SETTLE, ODCError
 from lightning_odc.protocol.transports.base import Rendezvous
 
 
@@ -52,6 +53,7 @@ class WholeGradients:
         self._of_tensors = of_tensors
         self._hooks = LateHooks(of_tensors)
         self._complete: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}  # what was given, and its version
+        self._parts: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}  # what the last pass left, and its version
 
     @contextmanager
     def backward(self, apart: bool, counts: bool) -> Iterator[None]:
@@ -78,6 +80,21 @@ class WholeGradients:
         if not counts:
             gradients = {parameter: torch.zeros_like(gradient) for parameter, gradient in gradients.items()}
         self._take(gradients)
+        for parameter in before:
+            if not apart and parameter.grad is not None:
+                self._parts[parameter] = (TensorWeakRef(parameter.grad), parameter.grad._version)
+
+    def refuse_changed(self) -> None:
+        """Refuse gradients that users have changed while they are parts; zeros are none."""
+        for parameter, (part, version) in self._parts.items():
+            gradient = parameter.grad
+            if gradient is None or (part() is gradient and gradient._version == version):
+                continue
+            if gradient.count_nonzero():
+                raise ODCError(
+                    "Gradients were changed after their backward pass, while each rank had only its own part of them. "
+                    f"Clip with `clip_gradients` of Lightning or Fabric; else change gradients after {SETTLE}."
+                )
 
     def take_visible(self, is_weighted: bool) -> None:
         """Take what has accumulated in ``.grad``."""
@@ -99,6 +116,7 @@ class WholeGradients:
                 )
             visible[parameter] = gradient
             parameter.grad = None
+        self._parts.clear()
         self._take(visible)
 
     def give(self, totals: Mapping[nn.Parameter, Tensor]) -> None:
