@@ -7,8 +7,8 @@ pass. So a pass that breaks off leaves nothing, and Lightning's ``zero_grad()`` 
 nothing. Hooks of parameters wait until the gradient of the whole minibatch is complete, as in one process.
 
 Where users go backward themselves, gradients accumulate in ``.grad`` as always, and users may empty it. They are taken
-from there when the step settles. Hooks wait there, too. Until then, each rank has its own part: what clips that clips by
-the norm of a part. So a gradient that has changed behind its last pass is refused.
+from there when the step settles. Hooks wait there, too. Until then, each rank has its own part, and what clips it clips
+by the norm of a part. So a gradient that has changed behind its last pass is refused.
 
 Note [Parameters without a dimension]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -53,7 +53,9 @@ class WholeGradients:
         self._of_tensors = of_tensors
         self._hooks = LateHooks(of_tensors)
         self._complete: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}  # what was given, and its version
-        self._parts: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}  # what the last pass left, and its version
+        self._parts: dict[
+            nn.Parameter, tuple[TensorWeakRef, int]
+        ] = {}  # what the last pass left, and its version
 
     @contextmanager
     def backward(self, apart: bool, counts: bool) -> Iterator[None]:
@@ -80,8 +82,12 @@ class WholeGradients:
         if not counts:
             gradients = {parameter: torch.zeros_like(gradient) for parameter, gradient in gradients.items()}
         self._take(gradients)
-        for parameter in before:
-            if not apart and parameter.grad is not None:
+        if not apart:
+            self._remember_parts()
+
+    def _remember_parts(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
                 self._parts[parameter] = (TensorWeakRef(parameter.grad), parameter.grad._version)
 
     def refuse_changed(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.support.fits import assert_same, fit
 from tests.support.models import full_parameters
@@ -56,4 +57,33 @@ def test_weights_and_buffers_are_those_of_rank_0(rank, hook, sharding_strategy):
     for value in alone.state_dict().values():
         nn.init.normal_(value)
     assert_same(full_parameters(module), full_parameters(alone), 0.0)
+    assert torch.equal(module.shift, alone.shift)
+
+
+class ShardsABlock(Drawn):
+    """`configure_model` draws, and shards one block by hand: each rank has cut its own draw of it."""
+
+    def __init__(self) -> None:
+        super().__init__("nowhere")
+        self.wide = nn.Parameter(torch.ones(5))  # where users choose the units, torch wants one dtype in each
+
+    def configure_model(self) -> None:
+        self.draw()
+        fully_shard(self.net.blocks[0])
+
+
+@on_ranks(2)
+def test_what_configure_model_leaves_whole_is_that_of_rank_0(rank):
+    module = ShardsABlock()
+    fit(module, loader(token_batches([5])))
+    alone = ShardsABlock()
+    torch.manual_seed(0)
+    for value in alone.state_dict().values():
+        nn.init.normal_(value)
+    found = full_parameters(module)
+    expected = full_parameters(alone)
+    left_whole = [name for name in expected if not name.startswith("net.blocks.0.")]
+    assert_same(
+        {name: found[name] for name in left_whole}, {name: expected[name] for name in left_whole}, 0.0
+    )
     assert torch.equal(module.shift, alone.shift)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.callbacks.idle.sources import GroupWatch
@@ -34,7 +35,7 @@ from tests.support.groups import (
     waits_for,
 )
 from tests.support.models import full_parameters, init_gloo
-from tests.support.modules import warned
+from tests.support.modules import said, warned
 from tests.support.ranks import on_ranks, try_ranks
 from tests.support.tiers import fast
 
@@ -274,6 +275,21 @@ def test_all_ranks_begin_with_the_values_of_rank_0(rank):
         run(module, 4)
         found.append(full_parameters(module))
     assert_same(found[1], found[0])
+
+
+@on_ranks(4)
+def test_layers_stay_divided_and_one_line_says_how_to_have_them_whole(rank):
+    module = Module()
+    with said() as text:
+        run(module, 4)
+    found = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
+    expected = full_parameters(module)
+    assert found.keys() == expected.keys()
+    assert_same(found, expected, 0.0)
+    if rank == 0:
+        [line] = [line for line in text.getvalue().splitlines() if "after this run" in line]
+        assert "stay divided" in line
+        assert "`get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))`" in line
 
 
 @on_ranks(4)

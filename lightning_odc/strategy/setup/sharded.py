@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_odc import _compat_lightning
 from lightning_odc.data.convert import only
 from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.engine.values import give_first_values
+from lightning_odc.engine.values import give_first_values, send_values
 from lightning_odc.sharding import checkpoints, nodes
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT
@@ -237,11 +237,15 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
 
     def _give_first_values(self, model: nn.Module) -> None:
         assert self.lightning_module is not None
-        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if fits and not any(isinstance(module, FSDPModule) for module in model.modules()):
-            data_parallel = self._groups.data_parallel
-            group = None if data_parallel is None else data_parallel.get_group()
-            give_first_values(model, self.root_device, group)
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            # `configure_model` has sharded these, and each rank has kept a part of its own values.
+            send_values([*model.parameters(), *model.buffers()], self.root_device)
+            return
+        data_parallel = self._groups.data_parallel
+        group = None if data_parallel is None else data_parallel.get_group()
+        give_first_values(model, self.root_device, group)
 
     def _shard(self, model: nn.Module, announce: bool) -> None:
         policy = self.kwargs.get("auto_wrap_policy")
@@ -251,6 +255,11 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         """Let the model be what its user gave, as after DDP: whole, and without wrappers. All ranks together."""
         host = torch.device("cpu")
         if self._groups.divides_layers:
+            rank_zero_info(
+                "The layers of the model stay divided after this run. All ranks together read whole weights by "
+                "`get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))` of "
+                "`torch.distributed.checkpoint.state_dict`."
+            )
             return
         if not self.is_whole:
             fits, found = self._fits(self.model, host, trains=False)
