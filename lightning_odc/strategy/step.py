@@ -316,23 +316,27 @@ class Training(Door):
 
     def loss_divisor(self) -> float:
         """What the losses of this step are divided by; see Note [Weights under fp16]."""
+        if not self._fp16 or not self.engine.ledger.is_weighted:
+            return 1.0
+        self._agree_on_weight_unit()
+        return self.engine.weight_unit
+
+    def _agree_on_weight_unit(self) -> None:
         plugin = self._strategy.precision_plugin
         ledger = self.engine.ledger
-        if not self._fp16 or not ledger.is_weighted:
-            return 1.0
         if plugin.weight_unit is None and not self._step.has_said_weight:
             self._step.has_said_weight = True  # once per step, or ranks would not meet
             weight = float(ledger.weight) * self._runner.batch.accumulated / max(ledger.microbatches, 1)
             plugin.weight_unit = unit_of(self.engine.exchange("first weights under fp16", weight))
         self.engine.weight_unit = plugin.weight_unit or 1.0
-        return self.engine.weight_unit
 
     def settle(self) -> None:
         """Complete the gradients, once per optimizer step."""
         self._has_settled = True
         if self.engine.settled:
             return
-        self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
+        if self._fp16:  # the others may ask for this rank's weight, also if it had no backward pass
+            self._agree_on_weight_unit()
         records = self._runner.settle(self._logbook.post())
         self._step.totals += self._logbook.merge([record.logs for record in records])
         contradiction = self._runner.contradiction

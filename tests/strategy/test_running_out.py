@@ -117,6 +117,23 @@ def test_weights_are_those_of_one_process_and_all_ranks_end_together(rank, name)
     assert watch.reads > 0 or not by_rank[rank]
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, WHOLE], ids=["sharded", "whole"])
+def test_a_rank_without_any_batch_hears_of_the_weights_under_fp16(rank, options):
+    """The loss scale is that of the first step, for which ranks agree on a unit of weights."""
+    module = Sgd("items", lr=0.1)
+    scales = []
+
+    def note(own: Any) -> None:
+        scales.append(own.trainer.precision_plugin.scaler.get_scale())
+
+    doing(module, on_before_optimizer_step=note)
+    fit(module, loader([TEN, []][rank]), timeout=SOON, precision="16-mixed", **options)
+    expected = one_process(Sgd("items", lr=0.1), map(unrolled, steps_of([TEN, []])))
+    assert scales == [65536.0] * len(TEN), "no step is left out"
+    assert_same(full_parameters(module), expected, 1e-3)
+
+
 def test_a_step_that_is_shorter_than_others_is_divided_as_on_one_rank():
     """Lightning divides each loss by the batches of a whole step. Here the step ended after one of them."""
     ledger = Ledger(plain=1, weight_kind=WeightKind.MEAN)
