@@ -122,7 +122,13 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             super()._configure_launcher()
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
-        """Shard the model, and let the optimizers step on its shards instead of the parameters they were made with."""
+        """Shard the model, and let the optimizers step on its shards instead of the parameters they were made with.
+
+        Args:
+            module: It is kept whole where it fits.
+            optimizers: They were made with its parameters.
+            *args: The same as in Fabric.
+        """
         module = self.setup_module(module)
         if self._groups.on_demand and not self.is_whole:
             refuse_optimizers(optimizers)

@@ -244,6 +244,10 @@ def with_speeds(
 ) -> SpeedCost:
     """``cost`` on ranks of these relative speeds: ``with_speeds("quadratic", [1, 1, 1, 0.67])``.
 
+    Args:
+        cost: Of a rank with the speed 1, see `plan_minibatch`.
+        speeds: By rank, relative to each other.
+
     Raises:
         ValueError: a speed is not positive and finite, or ``cost`` is unknown.
     """
@@ -252,6 +256,10 @@ def with_speeds(
 
 def resolve_cost(cost: Any) -> Cost:
     """A `Cost` from its name, a function of lengths, or a `Cost`.
+
+    Args:
+        cost: ``"tokens"``, ``"quadratic"``, ``"quadratic_dense"``, a function that takes ``[n]`` lengths and returns
+            ``[n]`` costs, or a `Cost`.
 
     Raises:
         ValueError: the value is none of these.

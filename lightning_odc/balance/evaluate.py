@@ -68,7 +68,14 @@ def _together(costs: MinibatchCosts, rank: int, members: Any, lengths: Ints, col
 def on_demand_cost(
     plan: Plan, lengths: Any, cost: Any = "quadratic", *, collation: Collation = PACKED
 ) -> float:
-    """Cost of the minibatch where ranks synchronize once at its end: the largest sum over a rank's microbatches."""
+    """Cost of the minibatch where ranks synchronize once at its end: the largest sum over a rank's microbatches.
+
+    Args:
+        plan: The plan of one minibatch.
+        lengths: ``[n]`` tokens of the samples that the plan's indices name.
+        cost: See `plan_minibatch`.
+        collation: See `plan_minibatch`.
+    """
     return max(sum(costs) for costs in microbatch_costs(plan, lengths, cost, collation=collation))
 
 
@@ -76,6 +83,12 @@ def collective_cost(
     plan: Plan, lengths: Any, cost: Any = "quadratic", *, collation: Collation = PACKED
 ) -> float:
     """Cost of the minibatch where all ranks synchronize in every microbatch: the sum of the largest ``m``-th ones.
+
+    Args:
+        plan: The plan of one minibatch.
+        lengths: ``[n]`` tokens of the samples that the plan's indices name.
+        cost: See `plan_minibatch`.
+        collation: See `plan_minibatch`.
 
     Raises:
         ValueError: ranks have different numbers of microbatches, and collectives would hang.

@@ -135,6 +135,11 @@ def plan_minibatch(
 def epoch_order(num_samples: Index, seed: Index, epoch: Index) -> Ints:
     """A random order of samples, ``[n]``: the same for equal arguments on any machine and with any version of numpy.
 
+    Args:
+        num_samples: ``n``.
+        seed: At least 0.
+        epoch: At least 0. Another one has another order.
+
     Raises:
         ValueError: ``seed`` or ``epoch`` is negative.
     """

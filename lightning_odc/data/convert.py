@@ -23,10 +23,18 @@ def balanced_from(
     *,
     batches: int = 1,
     seed: int | None = None,
-    distributed_sampler: Literal["refuse", "replace"] = "refuse",  # "replace": Lightning put it in
+    distributed_sampler: Literal["refuse", "replace"] = "refuse",
     **options: Any,
 ) -> BalancedDataLoader:
-    """Balance the samples that ``dataloader`` yields, with ``batch_size`` samples per rank and batch on average."""
+    """Balance the samples that ``dataloader`` yields, with ``batch_size`` samples per rank and batch on average.
+
+    Args:
+        dataloader: A loader of torch; a `BalancedDataLoader` is returned as it is.
+        batches: Of the loader in a minibatch.
+        seed: Of the order of samples; by default the loader's.
+        distributed_sampler: ``"replace"`` one that Lightning has put in, or ``"refuse"`` it.
+        **options: Of `BalancedDataLoader`, instead of the loader's own.
+    """
     if isinstance(dataloader, BalancedDataLoader):
         return dataloader
     if not isinstance(dataloader, DataLoader):

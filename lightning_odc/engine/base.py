@@ -56,7 +56,12 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
-        """Take over the communication of a model sharded with ``fully_shard``. All ranks together."""
+        """Take over the communication of a model sharded with ``fully_shard``. All ranks together.
+
+        Args:
+            model: It has been sharded, or is whole.
+            gradients: Whether it is to be trained.
+        """
 
     def _adopt(self, model: nn.Module) -> None:
         """Find the units of a model, and put on it the hooks that every engine needs."""
@@ -71,11 +76,17 @@ class Engine(Traced, ABC):
     def begin_batch(
         self,
         *,
-        opens_window: bool,  # the first of an optimizer step: gradients that no optimizer took are discarded
-        closes_window: bool,  # the last one, or that is not known
-        is_last: bool = False,  # in this epoch
+        opens_window: bool,
+        closes_window: bool,
+        is_last: bool = False,
     ) -> None:
-        """A training batch begins, on every rank."""
+        """A training batch begins, on every rank.
+
+        Args:
+            opens_window: It is the first of an optimizer step: gradients that no optimizer took are discarded.
+            closes_window: It is the last one, or that is not known.
+            is_last: It is the last one of this epoch.
+        """
         if self._batches and opens_window:
             self.discard()
         self._batches += 1
@@ -95,7 +106,12 @@ class Engine(Traced, ABC):
         """`drop_emptied` where some ranks may have nothing that could be emptied. All ranks together."""
 
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
-        """A rank begins its part of a minibatch. Refused where all ranks need equal numbers of microbatches."""
+        """A rank begins its part of a minibatch. Refused where all ranks need equal numbers of microbatches.
+
+        Args:
+            microbatches: How many this rank is to run.
+            plan: The fingerprint of the plan of all ranks; ``None`` if there is none.
+        """
         self.ledger.begin_minibatch(plan)
         self._runs_minibatch = True
 

@@ -150,10 +150,16 @@ def set_comms(modules: Iterable[FSDPModule], gather: Any = None, reduce: Any = N
 
 def probe(
     unit: Unit,
-    while_gathered: Callable[[ParamSlot], None],  # called for each parameter; may set `ParamSlot.has_hook`
+    while_gathered: Callable[[ParamSlot], None],
     accumulator_dtype: torch.dtype | None,
 ) -> None:
-    """Lay out a unit as ``fully_shard`` does, or refuse a unit that lies in memory in another way."""
+    """Lay out a unit as ``fully_shard`` does, or refuse a unit that lies in memory in another way.
+
+    Args:
+        unit: It has been sharded.
+        while_gathered: Called for each parameter; may set `ParamSlot.has_hook`.
+        accumulator_dtype: The dtype of sums; ``None`` for fp32, or wider if the parameters are.
+    """
     shown = []  # this rank's shard as it is passed to be gathered: 1-D, in the compute dtype
     watching = GatherComm(lambda _comm, _output, own: shown.append(own.clone()))
     set_comms(unit.modules, watching)

@@ -194,11 +194,18 @@ class GatherCache:
     def attach(
         self,
         units: Sequence[Unit],
-        comms: Sequence[GatherComm],  # by unit, what gathers it
-        sums: Sequence[UnitSum],  # by unit, of its gradients
+        comms: Sequence[GatherComm],
+        sums: Sequence[UnitSum],
         free: Callable[[Iterable[Unit]], None],
     ) -> None:
-        """Look after these units."""
+        """Look after these units.
+
+        Args:
+            units: In the order of the model.
+            comms: By unit, what gathers it.
+            sums: By unit, of its gradients.
+            free: Frees what these units have gathered.
+        """
         self._free = free
         self._entries = []
         for unit, comm, total in zip(units, comms, sums, strict=True):

@@ -17,10 +17,17 @@ from lightning_odc.protocol.protocol import Protocol
 def stream(
     units: Sequence[Unit],
     protocol: Protocol,
-    names: Mapping[nn.Parameter, str],  # of the parameters that are wanted
-    thread: int,  # that trains
+    names: Mapping[nn.Parameter, str],
+    thread: int,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole tensor of parameters, in the order of the units. See `Engine.parameters`."""
+    """Name and whole tensor of parameters, in the order of the units. See `Engine.parameters`.
+
+    Args:
+        units: In the order of the model.
+        protocol: It has been opened.
+        names: Of the parameters that are wanted.
+        thread: The number of the thread that trains.
+    """
     version = protocol.version
     left = dict(names)
     # All are looked up before the first is handed out: after that, a forward pass may gather some of them.

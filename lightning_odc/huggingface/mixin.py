@@ -182,7 +182,16 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | None = None
     ) -> Tensor:
-        """Run this rank's microbatches of an optimizer step, of which there may be none, and settle their gradients."""
+        """Run this rank's microbatches of an optimizer step, of which there may be none, and settle their gradients.
+
+        Args:
+            model: The model as Accelerate has prepared it.
+            inputs: A `Minibatch`, or a batch of Trainer's where batches are left as they are.
+            num_items_in_batch: The same as in Trainer; a `Minibatch` has its own weights.
+
+        Returns:
+            The loss of this rank's part, as Trainer adds it up for its log.
+        """
         odc = self.odc
         assert odc is not None, "training steps are those of `train`"
         ends_step = self.accelerator.sync_gradients

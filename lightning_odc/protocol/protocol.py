@@ -180,7 +180,12 @@ class Protocol(RankState):
         self.finished = True
 
     def meet(self, kind: str, item: Any = None) -> list[Any]:
-        """Wait until all ranks have come to this meeting; returns their JSON-serialisable items, in rank order."""
+        """Wait until all ranks have come to this meeting; returns their JSON-serialisable items, in rank order.
+
+        Args:
+            kind: What ranks meet for, the same on all of them.
+            item: What this rank tells, JSON-serialisable.
+        """
         # Ranks that want to drop gradients (`DISCARD`) may come while others come for something else: see Note [Who
         # drops a gradient]. All drop them, and the others meet again for what they came for.
         while True:
@@ -216,7 +221,12 @@ class Protocol(RankState):
         return exchange(record, _MAILBOX_BYTES, lambda message: self.meet_once(message, kind))
 
     def end_version(self, kind: str, item: Any = None) -> list[Any]:
-        """`meet`, and from then on no rank uses this version any more: owners update their shards at once."""
+        """`meet`, and from then on no rank uses this version any more: owners update their shards at once.
+
+        Args:
+            kind: What ranks meet for, the same on all of them.
+            item: What this rank tells, JSON-serialisable.
+        """
         items = self.meet(kind, item)
         self.ended = True
         return items
@@ -255,7 +265,12 @@ class Protocol(RankState):
         return f"  This is rank {self._job_rank}{place}; it {mine}.\n{self.peers.report()}"
 
     def meet_once(self, message: bytes, kind: str) -> list[bytes]:
-        """The messages of all ranks that share windows, in rank order; none is longer than a mailbox."""
+        """The messages of all ranks that share windows, in rank order; none is longer than a mailbox.
+
+        Args:
+            message: It fits into a mailbox.
+            kind: What ranks meet for, for messages.
+        """
         self._meetings += 1
         box = self._meetings % RECORD_BOXES
         self.peers.begin(Activity.MEET)

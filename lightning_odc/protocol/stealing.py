@@ -165,10 +165,17 @@ class WorkQueues:
 def claims(
     protocol: Protocol,
     costs: Sequence[Sequence[float]],
-    trains: bool = False,  # items are microbatches, from whose time peers learn how fast this rank is
-    sample_group: SampleGroup | None = None,  # whose ranks run the same microbatches
+    trains: bool = False,
+    sample_group: SampleGroup | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Place and number of all items for this rank to do: its own, then those of loaded peers of its node."""
+    """Place and number of all items for this rank to do: its own, then those of loaded peers of its node.
+
+    Args:
+        protocol: It has been opened.
+        costs: The cost of every item, by place.
+        trains: Whether items are microbatches, from whose time peers learn how fast this rank is.
+        sample_group: Ranks that run the same microbatches as this one.
+    """
     if trains and protocol.deterministic:
         raise ValueError(
             "Stealing decides by time who runs a microbatch, and so the order of sums, which deterministic=True "

@@ -69,19 +69,33 @@ class Waiter(Traced):
     def until(
         self,
         ready: Callable[[], bool],
-        cause: Cause | None,  # ``None`` for the own device: work, not idle time
-        what: Callable[[], str],  # this rank waits for, for messages
-        peer: int | None = None,  # the rank of the job that is waited for, for traces
-        check: Callable[[], None] | None = None,  # raises if this wait can never end
+        cause: Cause | None,
+        what: Callable[[], str],
+        peer: int | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        """Sleep until ``ready()``."""
+        """Sleep until ``ready()``.
+
+        Args:
+            ready: Whether it is so.
+            cause: Of idle time; ``None`` for the own device, which is work.
+            what: Returns what this rank waits for, for messages.
+            peer: The rank of the job that is waited for, for traces.
+            check: Raises if this wait can never end.
+        """
         if not ready():
             with self.during(cause, what, peer):
                 self._sleep_until(ready, what, check)
 
     @contextmanager
     def during(self, cause: Cause | None, what: Callable[[], str], peer: int | None = None) -> Iterator[None]:
-        """Enter the time inside as a wait, as `until` does; for a rank in a collective, which has its own end."""
+        """Enter the time inside as a wait, as `until` does; for a rank in a collective, which has its own end.
+
+        Args:
+            cause: Of idle time; ``None`` for the own device, which is work.
+            what: Returns what this rank waits for, for messages.
+            peer: The rank of the job that is waited for, for traces.
+        """
         if cause is not None:
             for tracer in self.tracers:
                 tracer.begin_wait(str(cause))

@@ -70,10 +70,19 @@ def contribution(
     weight: float,
     weight_kind: WeightKind = WeightKind.MEAN,
     labels: Tensor | None = None,
-    is_split: bool = False,  # weight 0 then says nothing of items and labels
+    is_split: bool = False,
     is_sum: bool = False,
 ) -> Contribution | None:
-    """Read what ``training_step`` returned: a loss, a dict with a loss (and maybe ``num_items``), or ``None``."""
+    """Read what ``training_step`` returned: a loss, a dict with a loss (and maybe ``num_items``), or ``None``.
+
+    Args:
+        output: What it returned.
+        weight: Of the microbatch.
+        weight_kind: What the weight counts.
+        labels: How many labels count, on the device; ``None`` if they are not counted.
+        is_split: The microbatch is a part of one: weight 0 then says nothing of items and labels.
+        is_sum: The loss is a sum over what the weight counts.
+    """
     if output is None:
         return None
     named: object = output

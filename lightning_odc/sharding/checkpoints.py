@@ -156,12 +156,21 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
 def load(
     path: Path | str,
     model: nn.Module,
-    optimizers: list[Optimizer],  # empty if their states are not needed
+    optimizers: list[Optimizer],
     strict: bool,
-    weights_only: bool | None,  # as in ``torch.load``
-    checkpoint_io: CheckpointIO,  # reads full checkpoints
+    weights_only: bool | None,
+    checkpoint_io: CheckpointIO,
 ) -> dict[str, Any]:
-    """Read a checkpoint; shards go into the model. A full one comes back whole, else the rest. All ranks together."""
+    """Read a checkpoint; shards go into the model. A full one comes back whole, else the rest. All ranks together.
+
+    Args:
+        path: A file, a directory of shards, or a URL.
+        model: What gets the shards.
+        optimizers: None if their states are not needed.
+        strict: Whether all names must be the model's.
+        weights_only: As in ``torch.load``.
+        checkpoint_io: What reads full checkpoints.
+    """
     if isinstance(path, Path) and not path.exists() and _beside(path, "before").exists():
         path = _beside(path, "before")  # a job died while it wrote, see `save_shards`
     if isinstance(path, Path) and not path.is_file():

@@ -55,10 +55,17 @@ from lightning_odc.strategy.odc import ODCStrategy
 def watch_for(
     trainer: pl.Trainer,
     module: pl.LightningModule,
-    waits: StreamWaits | None,  # those of a device that runs ahead of its host
-    channel: Channel | None = None,  # by which ranks agree; needed with ``waits``
+    waits: StreamWaits | None,
+    channel: Channel | None = None,
 ) -> Watch:
-    """What can be seen under the trainer's strategy, on its devices. All ranks together."""
+    """What can be seen under the trainer's strategy, on its devices. All ranks together.
+
+    Args:
+        trainer: It has been set up.
+        module: What it trains.
+        waits: Those of a device that runs ahead of its host.
+        channel: By which ranks agree; needed with ``waits``.
+    """
     strategy = trainer.strategy
     if trainer.world_size == 1:
         return Watch(complete=True)  # one device waits for nothing but data

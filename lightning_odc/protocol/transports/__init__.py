@@ -25,14 +25,22 @@ def check_device(device_type: str, strategy: str = "ODCStrategy") -> None:
 
 def make_transport(
     device: torch.device,
-    rank: int,  # in the group
+    rank: int,
     world_size: int,
-    rendezvous: Rendezvous,  # of the group
+    rendezvous: Rendezvous,
     group: Any,
-    # the group's ranks in the job, for messages, where it is a part of it
     job_ranks: Sequence[int] | None = None,
 ) -> Transport:
-    """A fresh, unopened transport for ranks on such devices."""
+    """A fresh, unopened transport for ranks on such devices.
+
+    Args:
+        device: Of this rank.
+        rank: In the group.
+        world_size: Ranks of the group.
+        rendezvous: Of the group.
+        group: The process group.
+        job_ranks: The group's ranks in the job, for messages, where it is a part of it.
+    """
     if device.type == "cpu":
         return SharedMemoryTransport(rank, world_size, rendezvous, job_ranks)
     return CudaTransport(rank, world_size, rendezvous, SymmetricDevice(device, group), job_ranks)

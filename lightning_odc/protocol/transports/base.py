@@ -184,27 +184,60 @@ class Transport(ABC):
 
     @abstractmethod
     def shard(self, owner: int, unit: int) -> Tensor:
-        """The published shard of ``unit`` in ``owner``'s window: a 1-D view, ``shard_numel`` elements."""
+        """The published shard of ``unit`` in ``owner``'s window: a 1-D view, ``shard_numel`` elements.
+
+        Args:
+            owner: A rank of those that share windows.
+            unit: The number of a unit.
+        """
 
     @abstractmethod
     def accumulator(self, owner: int, unit: int, source: int = 0) -> Tensor:
-        """An accumulator of ``unit`` in ``owner``'s window: a 1-D view, ``grad_numel`` elements."""
+        """An accumulator of ``unit`` in ``owner``'s window: a 1-D view, ``grad_numel`` elements.
+
+        Args:
+            owner: A rank of those that share windows.
+            unit: The number of a unit.
+            source: Whose additions it takes, where sources do not share one.
+        """
 
     @abstractmethod
     def lock(self, owner: int, unit: int) -> Lock:
-        """The lock of an accumulator, valid until `close`; that of claims has the number behind the last unit."""
+        """The lock of an accumulator, valid until `close`; that of claims has the number behind the last unit.
+
+        Args:
+            owner: A rank of those that share windows.
+            unit: The number of a unit.
+        """
 
     def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
-        """Copy published shards (views from `shard`), one after the other, into ``out`` (1-D, same dtype)."""
+        """Copy published shards (views from `shard`), one after the other, into ``out`` (1-D, same dtype).
+
+        Args:
+            shards: Views from `shard`.
+            out: 1-D, of the same dtype, with as many elements as all shards.
+        """
         torch.cat(list(shards), out=out)
 
     def add(self, accumulator: Tensor, values: Tensor) -> None:
-        """Add to an accumulator or a part of it; the caller holds its lock if it has one. Only where `needs_locks`."""
+        """Add to an accumulator or a part of it; the caller holds its lock if it has one. Only where `needs_locks`.
+
+        Args:
+            accumulator: A view from `accumulator`, or a part of it.
+            values: Of the same shape, in any floating dtype.
+        """
         assert self.needs_locks, "this transport adds by rows"
         accumulator.add_(values)
 
     def add_rows(self, unit: int, source: int, start: int, rows: Tensor) -> None:
-        """Add row ``r`` to the accumulator of rank ``r``, from element ``start`` on; only where no locks are needed."""
+        """Add row ``r`` to the accumulator of rank ``r``, from element ``start`` on; only where no locks are needed.
+
+        Args:
+            unit: The number of a unit.
+            source: The rank that adds.
+            start: The first element of the accumulators.
+            rows: ``[world_size, numel]``, each row contiguous.
+        """
         # ``rows``: ``[world_size, numel]``, each row contiguous.
         raise NotImplementedError("this transport adds under locks")
 
@@ -220,27 +253,58 @@ class Transport(ABC):
 
     @abstractmethod
     def load(self, owner: int, word: int) -> int:
-        """Read a control word of ``owner``; later reads see at least what its writer had written before it."""
+        """Read a control word of ``owner``; later reads see at least what its writer had written before it.
+
+        Args:
+            owner: A rank of those that share windows.
+            word: The number of a control word.
+        """
 
     def watch(self, owner: int, word: int) -> Callable[[], int]:
-        """`load` of one word, prepared for frequent reads; valid until `close`."""
+        """`load` of one word, prepared for frequent reads; valid until `close`.
+
+        Args:
+            owner: A rank of those that share windows.
+            word: The number of a control word.
+        """
         return partial(self.load, owner, word)
 
     @abstractmethod
     def store(self, word: int, value: int, owner: int | None = None) -> None:
-        """Write a control word, by default an own one, after everything this rank wrote before."""
+        """Write a control word, by default an own one, after everything this rank wrote before.
+
+        Args:
+            word: The number of a control word.
+            value: 64 bits.
+            owner: The rank whose word it is; by default this one.
+        """
 
     def announce(self, word: int, value: int) -> None:
-        """`store` a word after everything on the current stream so far is done. Need not wait."""
+        """`store` a word after everything on the current stream so far is done. Need not wait.
+
+        Args:
+            word: The number of an own control word.
+            value: 64 bits.
+        """
         self.store(word, value)
 
     @abstractmethod
     def post(self, box: int, message: bytes) -> None:
-        """Put a message that fits into an own mailbox, over the last one. Announce it with `store`."""
+        """Put a message that fits into an own mailbox, over the last one. Announce it with `store`.
+
+        Args:
+            box: The number of a mailbox.
+            message: At most as long as a mailbox, see `WindowSpec`.
+        """
 
     @abstractmethod
     def fetch(self, owner: int, box: int) -> bytes:
-        """The message in a mailbox of ``owner``."""
+        """The message in a mailbox of ``owner``.
+
+        Args:
+            owner: A rank of those that share windows.
+            box: The number of a mailbox.
+        """
 
     @abstractmethod
     def dead_peers(self) -> list[int]:

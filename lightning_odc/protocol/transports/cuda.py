@@ -299,9 +299,15 @@ class SymmetricDevice:
         target.copy_(source, non_blocking=True)
 
     def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
-        """Add to all windows at once: row ``r`` goes to byte ``offset`` of rank ``r``'s window, in ``dtype``."""
-        # ``rows``: any floating dtype, ``[world_size, numel]``, each row contiguous. No addition is lost to other ranks
-        # that add to the same place, unless `why_not_atomic` has a reason.
+        """Add to all windows at once: row ``r`` goes to rank ``r``'s window.
+
+        No addition is lost to other ranks that add to the same place, unless `why_not_atomic` has a reason.
+
+        Args:
+            offset: The byte of each window at which its row is added.
+            dtype: In which windows hold sums.
+            rows: Of any floating dtype, ``[world_size, numel]``, each row contiguous.
+        """
         own = self._handle.rank
         if self._addresses is not None and self._has_kernel:
             from lightning_odc.protocol.transports import kernels

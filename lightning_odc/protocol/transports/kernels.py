@@ -86,14 +86,23 @@ def _add_rows(  # type: ignore[no-untyped-def] # Triton looks names up
 
 
 def add_rows(
-    windows: Tensor,  # addresses, by rank: 1-D, int64, in this device's memory; multiples of 64
-    offset: int,  # byte of each window at which its row is added
-    dtype: torch.dtype,  # one of `ATOMIC_DTYPES`, in which windows hold sums
-    rows: Tensor,  # any floating dtype, shape ``[len(windows), numel]``, each row contiguous
-    first: int = 0,  # whose row comes first, before those of the ranks behind it
+    windows: Tensor,
+    offset: int,
+    dtype: torch.dtype,
+    rows: Tensor,
+    first: int = 0,
     launch: Launch = DEFAULT_LAUNCH,
 ) -> None:
-    """Add each row to one window, all by one launch; additions of other devices to the same places are not lost."""
+    """Add each row to one window, all by one launch; additions of other devices to the same places are not lost.
+
+    Args:
+        windows: Addresses, by rank: 1-D, int64, in this device's memory; multiples of 64.
+        offset: The byte of each window at which its row is added.
+        dtype: One of `ATOMIC_DTYPES`, in which windows hold sums.
+        rows: Of any floating dtype, ``[len(windows), numel]``, each row contiguous.
+        first: The rank whose row comes first, before those of the ranks behind it.
+        launch: The shape of the launch.
+    """
     assert dtype in ATOMIC_DTYPES, "atomic additions of this dtype are not known to work"
     world, numel = rows.shape
     assert len(windows) == world and offset % dtype.itemsize == 0 and (numel < 2 or rows.stride(1) == 1)
