@@ -101,6 +101,15 @@ def refuse_all_reduce_hooks(units: Sequence[Unit]) -> None:
             )
 
 
+def lost_hook(name: str) -> ValueError:
+    """The error for a hook that nothing would call."""
+    return ValueError(
+        f"{name!r} has a hook of `register_hook`, and gradients of shards do not pass it. Register it with "
+        "`register_post_accumulate_grad_hook`, and change `parameter.grad` there; or keep the model whole: "
+        'sharding_strategy="NO_SHARD".'
+    )
+
+
 def undivided_gradient(name: str) -> ODCError:
     """The error for a gradient that does not go through the accumulators: see Note [Who divides]."""
     return ODCError(

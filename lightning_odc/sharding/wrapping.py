@@ -24,6 +24,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_w
 
 from lightning_odc import _compat
 from lightning_odc.arguments import Like
+from lightning_odc.engine.advice import lost_hook
 from lightning_odc.engine.units import class_names
 from lightning_odc.engine.values import give_first_values
 from lightning_odc.engine.whole_gradients import scalars_of
@@ -77,11 +78,7 @@ def shard_model(
             )
     for name, parameter in model.named_parameters():
         if _compat.tensor_hooks_of(parameter):
-            raise ValueError(
-                f"{name!r} has a hook of `register_hook`, and gradients of shards do not pass it. Register it with "
-                "`register_post_accumulate_grad_hook`, and change `parameter.grad` there; or keep the model whole: "
-                'sharding_strategy="NO_SHARD".'
-            )
+            raise lost_hook(name)
     options = _options(mesh, how)
     # Where modules are sharded, the user has chosen the units.
     if not any(isinstance(module, FSDPModule) for module in model.modules()):

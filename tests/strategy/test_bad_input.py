@@ -406,6 +406,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
         {},
         "'net.head.weight' has a hook of `register_hook`, and gradients of shards do not pass it",
     ),
+    "gradients of shards have a hook": (
+        hooked(on_train_start=lambda own: own.net.head.weight.register_hook(torch.clone)),
+        PLAIN,
+        {},
+        "'net.head.weight' has a hook of `register_hook`, and gradients of shards do not pass it",
+    ),
     "FSDP1": (hooked(configure_model=wrap_head), ONE, {}, FSDP1),
     # Ranks that differ:
     "plans": (items, PLANS, {}, r"plan from rank 0: \['seed 1'\] against \['seed 0'\]"),
