@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
@@ -19,7 +20,7 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_odc.sharding.wrapping import (
     mesh_for,
@@ -198,6 +199,24 @@ def test_the_rest_is_the_root_unit_and_sharding_twice_changes_nothing(rank):
         assert units == ["FSDPNet", *["FSDPBlock"] * 3]
     assert isinstance(model.embed.weight, DTensor)
     assert model.embed.weight.to_local().shape == torch.Size([6 - rank, 7])
+
+
+@on_ranks(2)
+def test_dtensor_finds_out_of_an_operation_once_in_a_process(rank):
+    init_gloo(rank)
+    first = mesh_for("cpu", 2)
+    again = mesh_for("cpu", 2)
+    assert first == again
+    assert hash(first) == hash(again)
+    plain = init_device_mesh("cpu", (2,), mesh_dim_names=again.mesh_dim_names)
+    assert plain != again, "a result would have a mesh that does not meet before collectives"
+    calls = []
+    first.before_collective[lambda: calls.append(rank)] = None
+    shards = distribute_tensor(torch.ones(4), again, [Shard(0)])
+    total = shards.sum().full_tensor()
+    first.before_collective.popitem()
+    assert total == 4
+    assert calls
 
 
 def test_in_which_dtype_gradients_are_handed_over():
