@@ -141,6 +141,7 @@ assert not changed, changed
 """
 
 
+@pytest.mark.slow
 def test_importing_is_light_and_patches_nothing():
     run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

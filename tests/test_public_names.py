@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from lightning_odc import cli
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +67,7 @@ def test_packages_and_modules_have_these_names() -> None:
         assert names <= vars(importlib.import_module(module)).keys()
 
 
+@pytest.mark.slow
 def test_modules_are_found_below_the_package_without_an_import_of_their_own() -> None:
     program = "import lightning_odc; " + "; ".join(f"print({name})" for name in [*PACKAGES, *MODULES])
     done = subprocess.run(

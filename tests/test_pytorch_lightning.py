@@ -50,7 +50,7 @@ import lightning_odc.pytorch_lightning
     ("program", "says"),
     [
         (ONE_NAME, "No module named 'pytorch_lightning.nothing_of_this_name'"),
-        (OTHERS, "    import lightning_odc.pytorch_lightning"),
+        pytest.param(OTHERS, "    import lightning_odc.pytorch_lightning", marks=pytest.mark.slow),
         pytest.param(
             FIRST, "ImportError: `lightning_fabric` has been imported before", marks=pytest.mark.slow
         ),

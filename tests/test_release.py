@@ -31,6 +31,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_wheel_is_the_package_and_nothing_else(built: Path) -> None:
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
@@ -54,6 +55,7 @@ def test_the_wheel_is_the_package_and_nothing_else(built: Path) -> None:
     assert "lightning-odc = lightning_odc.cli:main" in commands
 
 
+@pytest.mark.slow
 def test_the_sdist_has_what_tests_and_site_need(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}

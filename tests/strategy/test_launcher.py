@@ -407,6 +407,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_script_ends_with_its_own_exit_code(tmp_path):
     """Operations of gloo are still under way when the interpreter ends."""
     script = tmp_path / "train.py"

@@ -135,6 +135,7 @@ def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(hosts, a
 
 
 @can_limit
+@pytest.mark.slow
 def test_a_link_that_loses_packets_changes_nothing(hosts, alone):
     ranks = run_ranks(_train_on_lossy_links, hosts, world_size=4, timeout=170)
     assert ranks[0]["lost"] > 0
@@ -206,9 +207,10 @@ def _end_of(work: Callable[[], Any]) -> tuple[str, str, float]:
     return "", "", time.monotonic() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stalls",
-    [False, pytest.param(True, marks=[can_limit, pytest.mark.slow])],
+    [False, pytest.param(True, marks=can_limit)],
     ids=["port shut", "link stalls"],
 )
 def test_a_host_that_is_cut_off_ends_the_other_in_bounded_time(stalls):
