@@ -34,8 +34,6 @@ LENGTHS = [(2, 5), (1, 12), (4, 1), (1, 7), (3, 3), (2, 0), (1, 4)]
 #: The ranks that sampled them, in two steps: groups are spread over both, and then rank 1 had no prompts.
 PLACES = ([0, 1, 1, 0, 1, 0, 0], [0] * 7)
 LR = 0.05
-CLIP = (0.1, 0.3)
-BETA = 0.1
 EPOCHS = 2
 MINIBATCHES = 5  # of one or two roll-outs, so that a rank may have none
 
@@ -50,35 +48,34 @@ def nets() -> tuple[nn.Module, nn.Module]:
     return Net(vocab=VOCAB), Net(vocab=VOCAB)
 
 
-def learn(policy: Any, updates: Any, optimizer: Any, backward: Any, counts: list[int], *options: Any) -> None:
+def learn(policy: Any, updates: Any, optimizer: Any, backward: Any, counts: list[int]) -> None:
     """The loop of a user, on one rank."""
     for update in updates:
         counts.append(len(update))
         for microbatch in update:
             logprobs = rl.logprobs(policy, microbatch)
-            backward(policy_loss(logprobs, microbatch, *options))
+            backward(policy_loss(logprobs, microbatch))
         optimizer.step()
         optimizer.zero_grad()
 
 
-def learn_alone(policy: Any, rollouts: Any, optimizer: Any, *loss: Any, seed: int = 0) -> None:
+def learn_alone(policy: Any, rollouts: Any, optimizer: Any, seed: int = 0) -> None:
     """The same by the textbook, with the minibatches of the plan."""
     for update in rollouts.updates(EPOCHS, MINIBATCHES, seed=seed):
         chosen = [one for microbatch in update for one in microbatch.rollouts]
         optimizer.zero_grad()
-        textbook_loss(policy, chosen, *loss, 12).backward()
+        textbook_loss(policy, chosen).backward()
         optimizer.step()
 
 
 class Learns(LightningModule):
     """PPO on roll-outs whose sampling is left out."""
 
-    def __init__(self, make: Callable[[], tuple[nn.Module, nn.Module]], loss_type: Any) -> None:
+    def __init__(self, make: Callable[[], tuple[nn.Module, nn.Module]]) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.policy, self.reference = make()
         self.reference.requires_grad_(False)
-        self.loss_type = loss_type
         self.scores: list[list[list[float]]] = []
         self.microbatches: list[int] = []
 
@@ -96,8 +93,7 @@ class Learns(LightningModule):
         assert self.policy.training
         self.scores.append([[*one.logprobs, *one.ref_logprobs] for one in by_index(rollouts)])  # type: ignore[misc]
         updates = rollouts.updates(EPOCHS, MINIBATCHES, seed=batch_idx)
-        options = (self.loss_type, CLIP, BETA, 12)
-        learn(self.policy, updates, self.optimizers(), self.manual_backward, self.microbatches, *options)
+        learn(self.policy, updates, self.optimizers(), self.manual_backward, self.microbatches)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = self.policy.parameters()
@@ -108,7 +104,7 @@ def by_index(rollouts: Any) -> list[rl.Rollout]:
     return sorted(rollouts, key=lambda one: one.metadata["index"])
 
 
-def one_process(make: Any, loss_type: str) -> tuple[list[Any], dict[str, Tensor]]:
+def one_process(make: Any) -> tuple[list[Any], dict[str, Tensor]]:
     """The same without any of the module: response by response, with the minibatches of the plan."""
     policy, reference = make()
     optimizer = torch.optim.SGD(policy.parameters(), lr=LR)
@@ -124,7 +120,7 @@ def one_process(make: Any, loss_type: str) -> tuple[list[Any], dict[str, Tensor]
                 one.logprobs = logprobs_alone(policy, one)
                 one.ref_logprobs = logprobs_alone(reference, one)
         scores.append([[*one.logprobs.tolist(), *one.ref_logprobs.tolist()] for one in by_index(rollouts)])  # type: ignore[union-attr]
-        learn_alone(policy, rollouts, optimizer, loss_type, CLIP, BETA, seed=step)
+        learn_alone(policy, rollouts, optimizer, seed=step)
     return scores, {f"policy.{name}": p.detach() for name, p in policy.named_parameters()}
 
 
@@ -133,17 +129,14 @@ HAS_PEFT = importlib.util.find_spec("peft") is not None
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("make", "communication", "loss_type"),
-    fast(
-        [(llamas, "on_demand", "dapo"), (llamas, "collective", "gspo"), (nets, "on_demand", "grpo")],
-        (nets, "on_demand", "grpo"),
-    ),
+    ("make", "communication"),
+    fast([(llamas, "on_demand"), (llamas, "collective"), (nets, "on_demand")], (nets, "on_demand")),
 )
-def test_scores_and_updates_are_those_of_one_process(rank, make, communication, loss_type) -> None:
-    module = Learns(make, loss_type)
+def test_scores_and_updates_are_those_of_one_process(rank, make, communication) -> None:
+    module = Learns(make)
     t = trainer(2, communication=communication, timeout=timedelta(seconds=60))
     t.fit(module, loader([torch.zeros(1)] * len(PLACES)))
-    scores, parameters = one_process(make, loss_type)
+    scores, parameters = one_process(make)
     first, second = of_all_ranks(module.scores)
     assert first == second, "every rank has all scores, the same ones"
     for mine, theirs in zip(module.scores, scores, strict=True):
@@ -186,7 +179,7 @@ class Adapts(LightningModule):
         rl.score(self.policy, rollouts, into="logprobs")
         found = [[one.ref_logprobs for one in rollouts], [one.logprobs for one in rollouts]]
         self.found.append([torch.cat(scores).tolist() for scores in found])
-        learn(self.policy, rollouts.updates(), self.optimizers(), self.manual_backward, [], "dapo", CLIP)
+        learn(self.policy, rollouts.updates(), self.optimizers(), self.manual_backward, [])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=10.0)
@@ -227,7 +220,7 @@ def test_fabric(rank) -> None:
     rl.score(model, rollouts, into="logprobs")
     counts: list[int] = []
     updates = rollouts.updates(EPOCHS, MINIBATCHES)
-    learn(model, updates, optimizer, fabric.backward, counts, "dapo", CLIP)
+    learn(model, updates, optimizer, fabric.backward, counts)
     strategy: Any = fabric.strategy
     strategy.teardown()
     found = [count for own in of_all_ranks(counts) for count in own]
@@ -235,7 +228,7 @@ def test_fabric(rank) -> None:
     rollouts = rl.Rollouts(sorted(rolled_out(LENGTHS), key=lambda one: one.group))
     set_advantages(rollouts)
     rl.score(alone, rollouts, into="logprobs")
-    learn_alone(alone, rollouts, torch.optim.SGD(alone.parameters(), lr=LR), "dapo", CLIP, 0.0)
+    learn_alone(alone, rollouts, torch.optim.SGD(alone.parameters(), lr=LR))
     assert_same(full_parameters(policy), full_parameters(alone), tolerance=1e-5)
 
 

@@ -15,6 +15,7 @@ from lightning_odc import rl
 from lightning_odc.protocol.records import Ledger
 from lightning_odc.rl import Rollout
 from lightning_odc.rl.ranks import Ranks
+from lightning_odc.rl.rollout import Whole
 from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out
 from tests.strategy.test_causal_lm import leaky
 from tests.strategy.test_models import causal_lm
@@ -217,3 +218,13 @@ def test_a_view_is_sent_without_the_rest_of_its_tensor() -> None:
     (there,) = Ranks().gather("exchange", {"row": row})
     found = there["row"].untyped_storage().nbytes()
     assert found == 16
+
+
+def test_what_is_missing_in_a_microbatch() -> None:
+    bare = rl.Microbatch([Rollout([1, 2], 1)], [0], Whole(1, 1, 1))
+    assert bare.logprobs is None
+    with pytest.raises(TypeError, match="not NoneType"):
+        _ = bare.advantages
+    some = [Rollout([1, 2], 1, logprobs=[0.0]), Rollout([1, 2], 1)]
+    with pytest.raises(TypeError, match="but got NoneType"):
+        _ = rl.Microbatch(some, [0, 1], Whole(2, 2, 1)).logprobs
