@@ -125,7 +125,8 @@ def test_the_gradient_does_not_depend_on_who_ran_what(rank, counts, clip, option
         wanted = norms
     expected = pytest.approx(wanted, rel=1e-5)
     assert result["norms"] == expected
-    assert result["reads"] > 0 or not counts[rank]
+    if counts[rank]:
+        assert result["reads"] > 0
 
 
 @on_ranks(2)

@@ -74,7 +74,8 @@ def test_the_stacks_of_a_rank_that_does_not_end_are_told():
     with pytest.raises(AssertionError, match="rank 0 did not end") as error:
         team.run(pickle.dumps((__name__, _waits.__name__, (), {})), timeout=1)
     team.kill()
-    assert shutil.which("gdb") is None or "sleep" in str(error.value)
+    if shutil.which("gdb") is not None:
+        assert "sleep" in str(error.value)
 
 
 def _waits(rank: int) -> None:

@@ -197,7 +197,8 @@ def test_bytes_and_memory_are_those_of_the_formulas(tmp_path: Path, capsys: Any)
     assert found == list(copies.VARIANTS)
     for row in rows:
         # Headers, acknowledgements and records; control words.
-        assert row["formula"] is None or 1 < row["bytes per parameter"] / row["formula"] < 1.05
+        if row["formula"] is not None:
+            assert 1 < row["bytes per parameter"] / row["formula"] < 1.05
         assert 1 <= row["held"] / row["formula held"] < 1.005
         bound = 1e-2
         if row["variant"] != copies.FULL_BF16:

@@ -97,7 +97,8 @@ def check_trace(path: Path, ranks: int) -> dict[str, Any]:
         for begin, end in sorted(intervals, key=lambda interval: (interval[0], -interval[1])):
             while ends and ends[-1] <= begin + 1e-3:
                 ends.pop()
-            assert not ends or end <= ends[-1] + 1e-3, "spans of a thread overlap without nesting"
+            if ends:
+                assert end <= ends[-1] + 1e-3, "spans of a thread overlap without nesting"
             ends.append(end)
     return trace
 

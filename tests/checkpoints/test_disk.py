@@ -143,6 +143,7 @@ def test_traces_and_reports_do_not_end_a_training(rank, tmp_path):
         limit_files(resource.RLIM_INFINITY)
     assert fit.global_step == 3
     text = "\n".join(caught)
-    assert rank or "TimelineRecorder could not write" in text
+    if rank == 0:
+        assert "TimelineRecorder could not write" in text
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert not [name for name in names if name.startswith(".")], names

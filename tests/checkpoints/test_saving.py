@@ -96,7 +96,8 @@ def test_every_stage_saves_and_loads_in_and_out_of_inference_mode(rank, kind, pr
             assert are_equal(full_parameters(other), trained)
     trainer(2, **options).fit(module, _batches(rank))  # no tensor of inference mode is left in it
     assert not are_equal(full_parameters(module), trained)
-    assert kind == "sharded" or "optimizer_states" not in torch.load(weights, weights_only=True)
+    if kind != "sharded":
+        assert "optimizer_states" not in torch.load(weights, weights_only=True)
     says = "has 0 optimizers, `configure_optimizers` made 1. To load the model alone"
     with pytest.raises(ValueError, match=says):
         trainer(2, max_epochs=2, **options).fit(Staged(), _batches(rank), ckpt_path=weights)

@@ -257,7 +257,8 @@ def test_the_site_is_built_without_importing_the_package(tmp_path: Path) -> None
     code = f"import sys; sys.modules.update({blocked}); from mkdocs.__main__ import cli; cli({build})"
     run(["-c", code], tmp_path)
     measured = list((ROOT / "docs" / "data").glob("gpu-*.json"))
-    assert measured or "Not measured" in (site / "gpus" / "index.html").read_text()
+    if not measured:
+        assert "Not measured" in (site / "gpus" / "index.html").read_text()
     found = (site / "reference" / "index.html").read_text()
     assert '#lightning_odc.ODCStrategy"' in found
     text = (site / "reference" / "strategy" / "index.html").read_text()

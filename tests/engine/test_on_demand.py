@@ -66,7 +66,8 @@ def test_the_books_survive_a_new_window_which_comes_between_two_steps(rank):
     engine.publish()
     before = dict(engine.waits)
     traffic = engine.traffic
-    assert rank > 0 or before["settle"] >= 0.2
+    if rank == 0:
+        assert before["settle"] >= 0.2
     engine.begin_batch(opens_window=True, closes_window=True)
     for cause in before:
         assert engine.waits[cause] >= before[cause]

@@ -317,4 +317,5 @@ def test_every_door_trains_the_same_and_says_the_same(rank, name, door, tmp_path
     else:
         assert trained.stolen == 0
     told = [case.says.replace("NAME", door) in message for message in messages]
-    assert not case.says or 1 <= sum(of_all_ranks(sum(told))) <= 2, messages
+    if case.says:
+        assert 1 <= sum(of_all_ranks(sum(told))) <= 2, messages

@@ -202,7 +202,8 @@ def test_errors_of_torch_about_sharded_parameters_say_what_to_write(rank, case):
         text = "".join(traceback.format_exception_only(error.value))
         assert words in text
         assert text.count(advice) == 1, text
-        assert not words or text.partition(": ")[2].startswith("ODCStrategy shards"), text
+        if words:
+            assert text.partition(": ")[2].startswith("ODCStrategy shards"), text
         if case == "LBFGS" and communication == "on_demand":
             assert text.startswith("ValueError: LBFGS runs the model several times in one step")
         elif case == "LBFGS":

@@ -92,7 +92,8 @@ def test_one_line_balances_and_the_gradient_is_exact(rank, policy, counted, comm
     sizes = sorted(size for batch in first + second for size in batch)
     expected = sorted(len(sample) for sample in SAMPLES)
     assert sizes == expected, "every sample exactly once"
-    assert len(first) == len(second) or policy in ("lb_mini", "steal")
+    if policy not in ("lb_mini", "steal"):
+        assert len(first) == len(second)
 
 
 @pytest.mark.parametrize(("name", "balance"), [("odc", "auto"), ("odc_plain", None)])
@@ -479,7 +480,8 @@ def test_auto_leaves_alone_what_it_cannot_balance_and_says_so_once(rank, name):
     assert t.global_step > 0
     is_warned = rank == 0 and name != "plain"
     assert words.count("leaves the training data as it is") == is_warned, words
-    assert rank > 0 or re.search(reason, words), words
+    if rank == 0:
+        assert re.search(reason, words), words
     assert "Expected" not in words
 
 

@@ -221,7 +221,8 @@ def test_windows_that_do_not_fit_are_told_to_every_rank(rank, later):
         module = doing(token_module, on_train_batch_start=unfreeze)
         told = failure(module, batches(2, [5]), communication="on_demand")
     assert "could not share memory with its peers: the windows (2 ranks of" in told
-    assert later or f"WindowError: On {socket.gethostname()}: Rank 0 could" in told
+    if not later:
+        assert f"WindowError: On {socket.gethostname()}: Rank 0 could" in told
 
 
 @on_ranks(2)
@@ -349,7 +350,8 @@ def _terminated_while_a_peer_hangs(rank: int) -> None:
     try:
         fit(signalled(rank, signal.SIGTERM, sleep=4.0), BATCHES)
     finally:
-        assert rank == 0 or time.monotonic() - begin < 4.0
+        if rank > 0:
+            assert time.monotonic() - begin < 4.0
 
 
 def test_sigterm_does_not_wait_for_a_peer_that_hangs():

@@ -95,7 +95,8 @@ def test_what_can_be_called_there_can_be_called_here():
             assert positional == wanted, member
             for p in here:
                 is_left_out = p.default is not Parameter.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-                assert is_left_out or p.name in {other.name for other in there}, member
+                if not is_left_out:
+                    assert p.name in {other.name for other in there}, member
     assert {"ODCStrategy.save_checkpoint", "ODCFabricStrategy.clip_gradients_norm"} <= compared
     assert DELIBERATE.keys() <= compared, "no reason is left over"
 
@@ -264,7 +265,8 @@ def test_the_table_names_tests_that_exist_and_counts_its_rows():
         assert len(row) == 3, row
         counts[state := next(state for state in STATES if row[1].startswith(state))] += 1
         named = re.findall(r"`([\w/]*test_\w+)::(\w+)`", row[2])
-        assert named or state in ("not applicable", "needs a GPU"), row
+        if not named:
+            assert state in ("not applicable", "needs a GPU"), row
         for module, name in named:
             text = (TESTS / f"{module}.py").read_text()
             assert f"def {name}(" in text, f"{module}::{name}"

@@ -119,7 +119,8 @@ def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does(rank, nam
     minibatch_size = len(LENGTHS) // 2
     options = {"minibatch_size": minibatch_size, "max_tokens": 40, "collate_fn": collate_fn, **options}
     fits.fit(module, BalancedDataLoader(data(), **options))
-    assert rank == 0 or module.trips or name == "stolen"  # whoever comes first runs what is too long
+    if rank > 0 and name != "stolen":  # whoever comes first runs what is too long
+        assert module.trips
     ours = module.states[-1:]
     expected = [full_parameters(alone)]
     found = differences(ours, expected)[0]
@@ -197,7 +198,8 @@ def test_transfer_hooks_see_each_microbatch_once_whoever_runs_it_and_however_oft
     t.validate(module, datamodule=data, verbose=False)
     slow, fast = of_all_ranks(len(module.ran))
     assert slow < fast, "stolen"
-    assert rank == 0 or module.trips, "read again"
+    if rank > 0:
+        assert module.trips, "read again"
 
 
 class Dropping(Short):

@@ -72,7 +72,8 @@ def test_groups_notice_a_loss_that_couples_samples_later(rank):
     assert t.train_dataloader.info.whole == "movable"
     found = [text for text in caught if "weighed by what your loss" in text]
     assert len(found) == (rank == 0), caught
-    assert rank > 0 or "In step 10, " in found[0]
+    if rank == 0:
+        assert "In step 10, " in found[0]
 
 
 class Held(Module):
@@ -97,7 +98,8 @@ def test_a_whole_group_steals(rank, tmp_path):
     stolen: list[int] = []
     module.on_train_batch_end = lambda *_: stolen.append(module.trainer.strategy.engine.stolen)  # type: ignore[method-assign]
     run(module, 4, balance="steal", max_tokens=33)
-    assert stolen[0] > 0 or rank > 1
+    if rank < 2:
+        assert stolen[0] > 0
     assert_same(full_parameters(module), reference(), CLOSE)
 
 

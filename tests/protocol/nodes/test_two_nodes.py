@@ -333,7 +333,8 @@ def test_a_rank_that_ends_on_one_node_ends_the_others_by_name(victim, killed):
     """Rank 0 keeps the store through which the others hear it; rank 2 leads its node."""
     outcomes = try_ranks(_failing, victim, killed, world_size=4, timeout=90)
     gone = outcomes.pop(victim)
-    assert killed or REASONS[killed] in gone.error
+    if not killed:
+        assert REASONS[killed] in gone.error
     for outcome in outcomes:
         assert "PeerFailedError" in outcome.error
         assert f"rank {victim}" in outcome.error.lower()
@@ -368,7 +369,8 @@ def test_what_one_node_refuses_lets_all_nodes_train_by_collectives(rank, case, a
     assert len(told) == (rank == 0)
     for message in told:
         assert says in message
-        assert case == "device" or f"On {socket.gethostname()}: " in message
+        if case != "device":
+            assert f"On {socket.gethostname()}: " in message
 
 
 @on_ranks(4)
