@@ -44,8 +44,7 @@ def test_a_transport_that_fails_is_an_error_with_what_to_do(monkeypatch, capsys)
     traceback = "\n\n-- Process 1 terminated with the following error:\n...\nRuntimeError: memfd_create is forbidden\n"
     monkeypatch.setattr(SPAWN, "spawn", Mock(side_effect=SPAWN.ProcessRaisedException(traceback, 1, 7)))
     assert cli.main(["doctor"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    transport, remedy = lines[-2:]
+    transport, remedy = capsys.readouterr().out.splitlines()[-2:]
     assert transport == "transport     RuntimeError: memfd_create is forbidden"
     assert "one container" in remedy
     assert 'communication="collective"' in remedy

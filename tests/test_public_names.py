@@ -61,8 +61,7 @@ COMMANDS = {
 
 def test_packages_and_modules_have_these_names() -> None:
     for package, names in PACKAGES.items():
-        found = set(importlib.import_module(package).__all__)
-        assert found == names
+        assert set(importlib.import_module(package).__all__) == names
     for module, names in MODULES.items():
         assert names <= vars(importlib.import_module(module)).keys()
 
@@ -123,5 +122,4 @@ def test_what_documentation_and_notebooks_name_exists() -> None:
     named = {name: path.name for path in TEXTS for name in _named(path.read_text())}
     assert {"lightning_odc.callbacks.TimelineRecorder", "lightning_odc.metrics.idle_fraction"} <= named.keys()
     assert len(named) > 30
-    found = [f"{name} in {page}" for name, page in named.items() if not _exists(name)]
-    assert found == []
+    assert [f"{name} in {page}" for name, page in named.items() if not _exists(name)] == []

@@ -26,8 +26,7 @@ def _returns_much(rank: int) -> bytes:
 
 
 def test_results_may_be_large():
-    found = [len(result) for result in run_ranks(_returns_much, timeout=30)]
-    assert found == [MORE_THAN_A_PIPE_HOLDS] * 2
+    assert [len(result) for result in run_ranks(_returns_much, timeout=30)] == [MORE_THAN_A_PIPE_HOLDS] * 2
 
 
 def _ends_oddly(rank: int) -> None:

@@ -57,8 +57,7 @@ def test_a_full_disk_leaves_the_sharded_checkpoint_that_was_there(rank, tmp_path
         limit_files(resource.RLIM_INFINITY)
     assert error.value.__notes__ == [files.not_written(Path(path))]
     of_all_ranks(None)
-    found = [entry.name for entry in tmp_path.iterdir()]
-    assert found == ["last.ckpt"], "it takes no room"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"], "it takes no room"
     assert _loads("sharded", path, before)
     # As if the job had been killed between the two renames of the next save.
     if rank == 0:

@@ -62,8 +62,7 @@ class RowsModule(TokenModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.batches += 1
-        output = self.net(batch["input_ids"])
-        logits = output[0, :-1]
+        logits = self.net(batch["input_ids"])[0, :-1]
         labels = batch["labels"][0, 1:]
         return torch.nn.functional.cross_entropy(logits, labels)
 
@@ -230,8 +229,7 @@ def test_every_checkpoint_goes_on_where_it_was_taken(make, options, minibatches,
     assert len(set(whole)) == minibatches
     assert len(whole) == minibatches
     for step in steps:
-        found = plans_of(make(), options, tmp_path / f"step={step}.ckpt")
-        assert found == whole[step:]
+        assert plans_of(make(), options, tmp_path / f"step={step}.ckpt") == whole[step:]
 
 
 class SteppingRows(RowsModule):

@@ -43,8 +43,7 @@ def policy_loss(new: Tensor, microbatch: Microbatch) -> Tensor:
     losses = -(new - microbatch.logprobs).exp() * microbatch.advantages[owner]
     if microbatch.ref_logprobs is not None:
         losses = losses + BETA * (new - microbatch.ref_logprobs).square()
-    total = (losses / microbatch.lengths[owner]).sum()
-    return total * microbatch.whole.ranks / microbatch.whole.sequences
+    return (losses / microbatch.lengths[owner]).sum() * microbatch.whole.ranks / microbatch.whole.sequences
 
 
 def logprobs_alone(model: nn.Module, one: Rollout) -> Tensor:

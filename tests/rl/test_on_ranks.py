@@ -85,8 +85,7 @@ class Learns(LightningModule):
         if self.trainer.world_size == 1:
             own = rolled_out(LENGTHS)
         rollouts = rl.exchange(self, own)
-        expected = [0] * 4 + [1] * 3
-        assert [one.group for one in rollouts] == expected
+        assert [one.group for one in rollouts] == [0] * 4 + [1] * 3
         set_advantages(rollouts)
         rl.score(self.policy, rollouts, into="logprobs")
         rl.score(self.reference, rollouts, into="ref_logprobs")
@@ -142,17 +141,14 @@ def test_scores_and_updates_are_those_of_one_process(rank, make, communication) 
     for mine, theirs in zip(module.scores, scores, strict=True):
         flat = torch.tensor([float(x) for row in mine for x in row])
         # Logits of size 1 in fp32; in the second step, of parameters that differ by less than 1e-5.
-        expected = torch.tensor([x for row in theirs for x in row])
-        torch.testing.assert_close(flat, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(flat, torch.tensor([x for row in theirs for x in row]), rtol=0, atol=1e-5)
     before = {f"policy.{name}": value for name, value in make()[0].named_parameters()}
     assert largest_difference(before, parameters) > 0.01
     found = full_parameters(module)
     # 20 steps of SGD: sums in another order, 1e-7 of gradients of size 1, times the rate of 0.05.
-    ours = {name: found[name] for name in parameters}
-    assert_same(ours, parameters, tolerance=1e-5)
+    assert_same({name: found[name] for name in parameters}, parameters, tolerance=1e-5)
     counts = list(zip(*of_all_ranks(module.microbatches), strict=True))
-    expected = len(PLACES) * EPOCHS * MINIBATCHES
-    assert len(counts) == expected
+    assert len(counts) == len(PLACES) * EPOCHS * MINIBATCHES
     assert any(a != b for a, b in counts) == (communication == "on_demand")
 
 
@@ -200,11 +196,9 @@ def test_the_reference_is_the_policy_without_its_adapters(rank) -> None:
         truth = torch.cat([logprobs_alone(base, one) for one in in_order])
     for reference in references:  # in every step
         torch.testing.assert_close(torch.tensor(reference), truth, rtol=0, atol=1e-5)
-    actual = torch.tensor(policies[0])
-    torch.testing.assert_close(actual, truth, rtol=0, atol=1e-5)  # adapters begin at zero
+    torch.testing.assert_close(torch.tensor(policies[0]), truth, rtol=0, atol=1e-5)  # adapters begin at zero
     for policy in policies[1:]:  # and learn
-        largest = (torch.tensor(policy) - truth).abs().max()
-        assert largest > 1e-3
+        assert (torch.tensor(policy) - truth).abs().max() > 1e-3
 
 
 @on_ranks(2)
@@ -223,8 +217,7 @@ def test_fabric(rank) -> None:
     learn(model, updates, optimizer, fabric.backward, counts)
     strategy: Any = fabric.strategy
     strategy.teardown()
-    found = [count for own in of_all_ranks(counts) for count in own]
-    assert 0 in found
+    assert 0 in [count for own in of_all_ranks(counts) for count in own]
     rollouts = rl.Rollouts(sorted(rolled_out(LENGTHS), key=lambda one: one.group))
     set_advantages(rollouts)
     rl.score(alone, rollouts, into="logprobs")

@@ -111,15 +111,13 @@ class Gan(LightningModule):
 @pytest.mark.parametrize("options", [{"sharding_strategy": "auto"}, {"auto_wrap_policy": {nn.Linear}}])
 def test_adversarial_networks_of_plain_layers_are_trained_as_under_ddp(rank, options):
     """Two ranks sum two fp32 gradients, and a sum of two numbers has no order: equal bit for bit."""
-    generator = torch.Generator().manual_seed(rank)
-    batches = list(torch.randn(3, 4, 5, generator=generator))
+    batches = list(torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(rank)))
     begin = full_parameters(Gan())
     watch = Watch()
     ours = fitted(Gan(), batches, callbacks=[watch], **options)
     assert are_equal(ours, fitted(Gan(), batches, strategy="ddp_find_unused_parameters_true"))
     for name, value in begin.items():
-        largest = (ours[name] - value).abs().max()
-        assert largest > 1e-3
+        assert (ours[name] - value).abs().max() > 1e-3
     assert watch.reads > 0
 
 
@@ -148,13 +146,11 @@ def test_a_policy_that_takes_everything_leaves_out_what_has_no_parameters_left()
 def test_nested_targets_come_innermost_first():
     model = Net()
     targets = wrap_targets(model, ModuleWrapPolicy({Block, nn.LayerNorm}))
-    order = names(model, targets)
-    assert len(order) == 6
+    assert len(names(model, targets)) == 6
     assert isinstance(targets[0], nn.LayerNorm)
     positions = {id(module): index for index, module in enumerate(targets)}
     for block in model.blocks:
-        found = positions[id(block.norm)]
-        assert found < positions[id(block)]
+        assert positions[id(block.norm)] < positions[id(block)]
 
 
 def test_other_dtypes_become_units_of_their_own():

@@ -51,8 +51,7 @@ class Changing(Losses):
         if self.has_changed and self.then == "cut":
             batch = {name: value[:, :LIMIT] if value.dim() > 1 else value for name, value in batch.items()}
         if self.has_changed and self.then == "left out":
-            total = (batch["input_ids"] != 0).sum(1)
-            rows = total <= LIMIT
+            rows = (batch["input_ids"] != 0).sum(1) <= LIMIT
             if not rows.any():
                 return 0.0 * self.mix.weight.sum()
             batch = {name: value[rows] for name, value in batch.items()}
@@ -195,8 +194,7 @@ class Kept(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        total = torch.get_rng_state().sum()
-        numbers = total, torch.rand(1).item()
+        numbers = torch.get_rng_state().sum(), torch.rand(1).item()
         loss = float(outputs["loss"])
         self.seen.append((loss, logged, numbers, state_of(module), vars(module).keys()))
 
@@ -233,10 +231,8 @@ def test_an_audit_leaves_no_trace(rank, monkeypatch):
             fit(module, loader, max_steps=12, max_epochs=-1, callbacks=[kept], logger=True, **options)
         ends.append((full_parameters(module), kept.seen))
     assert audits == ["", ""], "both found the loss as it should be"
-    ours = ends[0][0]
-    assert are_equal(ours, ends[1][0])
-    found = len(ends[0][1])
-    assert found == 12
+    assert are_equal(ends[0][0], ends[1][0])
+    assert len(ends[0][1]) == 12
     for first, second in zip(ends[0][1], ends[1][1], strict=True):
         assert str(first) == str(second)
 

@@ -173,20 +173,16 @@ def test_the_trial_leaves_no_trace(rank, tmp_path):
         loader = DataLoader(sized, batch_size=8, collate_fn=collate)
         fit(module, loader, balance="auto", callbacks=[looks], logger=logger)
     torch.manual_seed(5)
-    expected = torch.rand(1).item()
-    assert looks.drawn == expected, "random numbers go on where they were"
-    found = looks.before[0]
-    assert found == looks.after[0]
-    found = looks.before[2]
-    assert found == looks.after[2]
+    assert looks.drawn == torch.rand(1).item(), "random numbers go on where they were"
+    assert looks.before[0] == looks.after[0]
+    assert looks.before[2] == looks.after[2]
     assert looks.callback_metrics == {}
     assert module.steps_run > 0, "training ran"
     assert "Your batches" not in text.getvalue()
     if rank == 0:
         accumulator = EventAccumulator(str(tmp_path / "0"))
         events = accumulator.Reload()
-        found = len(events.Scalars("raw"))
-        assert found == module.steps_run
+        assert len(events.Scalars("raw")) == module.steps_run
 
 
 @on_ranks(2)
@@ -274,8 +270,7 @@ class Shortens(Losses):
         if self.cuts:
             short = {name: value[:, :LIMIT] if value.dim() > 1 else value for name, value in batch.items()}
             return super().training_step(short, batch_idx)
-        total = (batch["input_ids"] != 0).sum(1)
-        rows = total <= LIMIT
+        rows = (batch["input_ids"] != 0).sum(1) <= LIMIT
         if not rows.any():
             return 0.0 * self.mix.weight.sum()
         return super().training_step({name: value[rows] for name, value in batch.items()}, batch_idx)
@@ -310,8 +305,7 @@ def test_a_step_that_shortens_its_batches_trains_what_it_means(rank, kind, cuts)
     if is_whole:
         if rank == 0:
             assert "may cut or leave out long ones" in words, words
-        found = largest_difference(full_parameters(module), expected) / moved
-        assert found < 1e-6
+        assert largest_difference(full_parameters(module), expected) / moved < 1e-6
 
 
 ITEMS = r'\{"loss": loss \* n, "num_items": n\}'
@@ -354,14 +348,12 @@ class Frames(LightningModule):
         self.layers = torch.nn.Linear(losses.WIDTH, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = self.layers(batch["series"])
-        errors = output.squeeze(2).square()
+        errors = self.layers(batch["series"]).squeeze(2).square()
         size = errors.size(1)
         inside = torch.arange(size) < batch["sizes"][:, None]
         chosen = inside[:, ::4]
         n = chosen.sum()
-        total = (errors[:, ::4] * chosen).sum()
-        loss = total / n
+        loss = (errors[:, ::4] * chosen).sum() / n
         if self.counted:
             return {"loss": loss * n, "num_items": n}
         return loss
@@ -397,5 +389,4 @@ def test_a_mean_over_frames_that_the_step_chooses_is_told_to_count_them_and_then
                 in words
             )
     moved = largest_difference(before, expected)
-    found = largest_difference(full_parameters(module), expected) / moved
-    assert found < 1e-6
+    assert largest_difference(full_parameters(module), expected) / moved < 1e-6

@@ -236,8 +236,7 @@ def test_ranks_with_different_numbers_of_microbatches_log_what_one_process_logs(
         assert not metric._forward_hooks
     taken = samples() * 2
     sizes = [sum(map(sum, of_ranks)) for of_ranks in MICROBATCHES]
-    whole = [collate([taken.pop() for _ in range(size)]) for size in sizes]
-    expected, module = alone(kind, whole)
+    expected, module = alone(kind, [collate([taken.pop() for _ in range(size)]) for size in sizes])
     found = [{name: logged[name] for name in one} for logged, one in zip(watch.steps, expected, strict=True)]
     assert found == list(map(about, expected))
     if kind == "object":

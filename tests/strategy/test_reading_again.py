@@ -107,12 +107,10 @@ def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does(rank, nam
     alone = Labelled()
     losses = []
     for sample in samples():
-        output = alone.net(sample["input_ids"][None])
-        logits = output[0]
+        logits = alone.net(sample["input_ids"][None])[0]
         options = {"ignore_index": -100, "reduction": "none"}
         losses.append(nn.functional.cross_entropy(logits, sample["labels"], **options))
-    total = torch.cat(losses).sum()
-    (total / sum(int((one["labels"] != -100).sum()) for one in samples())).backward()
+    (torch.cat(losses).sum() / sum(int((one["labels"] != -100).sum()) for one in samples())).backward()
     alone.configure_optimizers().step()
     collate_fn, data, options, (place, phase) = LOADERS[name]
     module = Labelled(place, phase, 14 if rank == 1 else 10**9)
@@ -121,10 +119,7 @@ def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does(rank, nam
     fits.fit(module, BalancedDataLoader(data(), **options))
     if rank > 0 and name != "stolen":  # whoever comes first runs what is too long
         assert module.trips
-    ours = module.states[-1:]
-    expected = [full_parameters(alone)]
-    found = differences(ours, expected)[0]
-    assert found < TOLERANCE
+    assert differences(module.states[-1:], [full_parameters(alone)])[0] < TOLERANCE
 
 
 class Hooks:
@@ -149,13 +144,11 @@ class Checked(Labelled):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         time.sleep(self.seconds)
-        expected = ["before", *batch["labels"].shape, "to", "after"]
-        assert batch["seen"] == expected
+        assert batch["seen"] == ["before", *batch["labels"].shape, "to", "after"]
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        expected = ["before", *batch["labels"].shape, "to", "after"]
-        assert batch["seen"] == expected
+        assert batch["seen"] == ["before", *batch["labels"].shape, "to", "after"]
 
 
 class Hooked(Hooks, Checked):
@@ -169,9 +162,7 @@ class Data(LightningDataModule):
         return BalancedDataLoader(dataset, minibatch_size=24, balance="steal", **shape)
 
     def val_dataloader(self) -> Any:
-        batch = samples()[:2]
-        microbatches = [padded(batch), padded(samples()[2:])]
-        return loader([Minibatch(microbatches), padded(samples())])
+        return loader([Minibatch([padded(samples()[:2]), padded(samples()[2:])]), padded(samples())])
 
 
 class HookedData(Hooks, Data):
@@ -213,8 +204,7 @@ class Dropping(Short):
         return (place, phase) == ("0", self.phase) and self.trips <= self.global_step
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        output = self.net(batch)
-        logits = nn.functional.dropout(output[:, :-1], 0.5)
+        logits = nn.functional.dropout(self.net(batch)[:, :-1], 0.5)
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
@@ -265,8 +255,7 @@ def test_a_microbatch_that_runs_out_lowers_the_cap_of_all_ranks_and_says_so_once
     cap = int(0.8 * ran_out)
     assert own.max_tokens == cap
     memory = own.state_dict()["memory"]
-    found = memory["ran_out"]
-    assert found == 1
+    assert memory["ran_out"] == 1
     later = module.held[len(module.held) // 2 :]
     assert later
     assert max(later) <= cap < max(held)

@@ -151,8 +151,7 @@ def test_a_rank_waits_in_a_collective_from_when_it_needs_the_result(rank):
     watch.begin_batch()
     reduced = funcol.all_reduce(torch.ones(3), "sum", group)
     time.sleep(0.1)
-    found = (reduced + 1).tolist()
-    assert found == [3.0] * 3
+    assert (reduced + 1).tolist() == [3.0] * 3
     dist.all_reduce(torch.ones(3), group=group)
     later, at_once = watch.read(watch.take_meetings())
     assert later.ahead >= 1e8 > at_once.ahead == 0
@@ -179,8 +178,7 @@ def test_a_rank_waits_in_a_collective_from_when_it_needs_the_result(rank):
 def test_a_group_that_runs_out_of_memory_runs_the_parts_together(rank):
     module = Module(fails_above=2)
     run(module, 4, balance="lb_mini")
-    found = max(len(ran) for ran in module.ran)
-    assert found == 2
+    assert max(len(ran) for ran in module.ran) == 2
     assert_same(full_parameters(module), reference(), CLOSE)
 
 
