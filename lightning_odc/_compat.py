@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -140,14 +140,19 @@ class WatchedMesh(DeviceMesh):
     """A mesh of one dimension that calls ``before_collective`` before any over its shards, which cannot be pickled."""
 
     # Why: nothing public tells of a collective of ``DTensor`` before it begins. Each asks the mesh for the names of its
-    # groups (torch 2.9 to 2.13). Equal meshes are the same: ``DTensor`` keeps the first of them for later results.
-    before_collective: Callable[[], object] = object
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
+    # groups (torch 2.9 to 2.13). ``DTensor`` keeps what it has found out of an operation for equal meshes, so unequal
+    # ones would cost every fit 0.1 s and more. Its results have the first of them, so all share what they call. A plain
+    # mesh calls nothing, and is never equal.
+    before_collective: ClassVar[dict[Callable[[], object], None]] = {}  # of engines that are attached
+    __hash__ = DeviceMesh.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WatchedMesh) and super().__eq__(other)
 
     @property
     def _dim_group_names(self) -> Any:  # type: ignore[override]  # torch writes it into the object
-        self.before_collective()
+        for meet in self.before_collective:
+            meet()
         return vars(self)["_dim_group_names"]
 
     def get_group(self, mesh_dim: Any = None) -> Any:

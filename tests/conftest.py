@@ -108,10 +108,8 @@ def _descendants(mark: str) -> dict[int, str]:
         try:
             if mark.encode() not in (path / "environ").read_bytes().split(b"\0"):
                 continue
-            text = (path / "stat").read_text()
-            parent = int(text.rpartition(")")[2].split()[1])
-            content = (path / "cmdline").read_bytes()
-            line = content.replace(b"\0", b" ").decode(errors="replace")
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue  # it has just ended, or is not ours
         is_server = parent == os.getpid() and "multiprocessing" in line

@@ -96,8 +96,7 @@ def test_a_kind_of_batch_is_left_to_the_strategy():
     with _compat_lightning.before_transfer(module, is_tuple) as call:
         pickle.dumps(module)
         assert module._on_before_batch_transfer((1,)) == (1,)
-        moved = module._on_before_batch_transfer([1])
-        assert moved == call((1,), 0) == [1, 0]
+        assert module._on_before_batch_transfer([1]) == call((1,), 0) == [1, 0]
     assert module._on_before_batch_transfer((1,), dataloader_idx=2) == [1, 2]
     loops = (_TrainingEpochLoop.advance, _EvaluationLoop._evaluation_step, _PredictionLoop._predict_step)
     call = "_on_before_batch_transfer(batch, dataloader_idx="
@@ -141,6 +140,7 @@ assert not changed, changed
 """
 
 
+@pytest.mark.slow
 def test_importing_is_light_and_patches_nothing():
     run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
@@ -157,8 +157,7 @@ def test_comms_of_a_module_are_those_that_were_set():
             return self.state
 
     group = SimpleNamespace(_all_gather_comm="gather", _reduce_scatter_comm="reduce")
-    found = _compat.comms_of(Module(_fsdp_param_groups=[group]))
-    assert found == ("gather", "reduce")
+    assert _compat.comms_of(Module(_fsdp_param_groups=[group])) == ("gather", "reduce")
     assert _compat.comms_of(Module(_fsdp_param_group=group)) == ("gather", "reduce")
     assert _compat.comms_of(Module(_fsdp_param_group=None)) is None
     assert _compat.comms_of(Module(_fsdp_param_groups=[group, group])) is None
@@ -205,8 +204,7 @@ def test_states_of_loaders_that_were_made_early_can_be_loaded(tmp_path):
         return seen, loader.loaded
 
     assert fit(None) == ([], [])
-    found = fit(tmp_path / "step=4.ckpt")
-    assert found == ([], ["state"]), "Lightning has not loaded it; then it is, once"
+    assert fit(tmp_path / "step=4.ckpt") == ([], ["state"]), "Lightning has not loaded it; then it is, once"
     assert fit(tmp_path / "step=4.ckpt", forgets=True) == ([], [])
 
 
@@ -220,8 +218,7 @@ def test_operators_say_what_they_write_to():
 def test_symmetric_memory_has_the_names_and_arguments_that_are_used():
     memory = _compat._symmetric_memory()
     assert list(inspect.signature(memory.get_backend).parameters) == ["device"]
-    found = list(inspect.signature(memory.rendezvous).parameters)
-    assert found == ["tensor", "group"]
+    assert list(inspect.signature(memory.rendezvous).parameters) == ["tensor", "group"]
     handle = importlib.import_module("torch._C._distributed_c10d")._SymmetricMemory
     # Compiled functions: their first line of documentation is their signature.
     first = handle.empty_strided_p2p.__doc__

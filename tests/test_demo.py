@@ -25,8 +25,7 @@ def test_texts_are_whole_definitions_of_uneven_length():
     lengths = sorted(len(demo.encode(text)) for text in texts)
     assert len(texts) > 1000
     assert 0.95 * 2048 < lengths[-1] <= 2048
-    found = lengths[-1]
-    assert found > 3 * sum(lengths) / len(lengths)
+    assert lengths[-1] > 3 * sum(lengths) / len(lengths)
     for text in texts[::200]:
         (node,) = ast.parse(text).body
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -51,21 +50,18 @@ def test_two_ranks_train_in_every_mode(tmp_path):
     small = "--max-length 128 --minibatches 2 --repetitions 1"
     done = start("-m", "lightning_odc", "demo", *small.split(), "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    text = (tmp_path / "result.json").read_text()
-    found = json.loads(text)
+    found = json.loads((tmp_path / "result.json").read_text())
     assert list(found) == list(demo.MODES)
     losses = [run["loss"] for own in found.values() for run in own]
     assert len(losses) == 3
-    expected = pytest.approx(min(losses), rel=demo.LOSS_TOLERANCE)
-    assert max(losses) == expected
+    assert max(losses) == pytest.approx(min(losses), rel=demo.LOSS_TOLERANCE)
     tokens = set()
     for mode in demo.MODES:
         timeline = load_timeline(tmp_path / mode / "timeline.json")
         assert timeline.waiting_seen
         assert len(timeline.ranks) == 2
         forward = [span for rank in timeline.ranks for span in rank.of("forward")]
-        total = sum(span.details["tokens"] for span in forward)
-        tokens.add(total)
+        tokens.add(sum(span.details["tokens"] for span in forward))
         reads = [span for rank in timeline.ranks for span in rank.of("read")]
         assert bool(reads) == (mode != "collective"), "the one-sided path"
     assert len(tokens) == 1, "the same samples, without padding"

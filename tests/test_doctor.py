@@ -5,20 +5,32 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 from lightning_odc import cli, doctor
+from tests.support.ranks import run_ranks
+from tests.support.tiers import fast
 
 SPAWN = sys.modules["torch.multiprocessing.spawn"]  # the function of this name hides the module
 ROOT = Path(__file__).parents[1]
 
 
-def test_two_processes_of_this_machine_share_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def fork(function: Callable[..., Any], args: tuple[Any, ...], nprocs: int) -> None:
+    """As `spawn`, but for processes that have imported everything."""
+    run_ranks(function, *args, world_size=nprocs)
+
+
+@pytest.mark.parametrize("start", fast(["spawn", "fork"], "fork"))
+def test_two_processes_of_this_machine_share_memory(start, monkeypatch, capsys):
+    if start == "fork":
+        monkeypatch.setattr(SPAWN, "spawn", fork)
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     topics = [line.split()[0] for line in lines[:-1]]
@@ -32,8 +44,7 @@ def test_a_transport_that_fails_is_an_error_with_what_to_do(monkeypatch, capsys)
     traceback = "\n\n-- Process 1 terminated with the following error:\n...\nRuntimeError: memfd_create is forbidden\n"
     monkeypatch.setattr(SPAWN, "spawn", Mock(side_effect=SPAWN.ProcessRaisedException(traceback, 1, 7)))
     assert cli.main(["doctor"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    transport, remedy = lines[-2:]
+    transport, remedy = capsys.readouterr().out.splitlines()[-2:]
     assert transport == "transport     RuntimeError: memfd_create is forbidden"
     assert "one container" in remedy
     assert 'communication="collective"' in remedy

@@ -86,8 +86,7 @@ def one_process(steps: Any, make_optimizer: Any = ADAMW, max_norm: float = math.
     model = new_model()
     optimizer = make_optimizer(model.parameters())
     for of_step in steps:
-        total = sum(loss_of(model, batch) for batch in of_step)
-        (total / sum(map(len, of_step))).backward()
+        (sum(loss_of(model, batch) for batch in of_step) / sum(map(len, of_step))).backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -223,8 +222,7 @@ def loses_a_rank(rank: int, way: str) -> None:
         return
     model, mesh = parallel(2, 2)
     with attach(model) as odc:
-        steps = batches()[:1]
-        train(odc, steps, [2, 2], mesh["data_parallel"].get_local_rank())
+        train(odc, batches()[:1], [2, 2], mesh["data_parallel"].get_local_rank())
         if rank == 3:
             ends()
         train(odc, batches()[1:], [2, 2], mesh["data_parallel"].get_local_rank())
@@ -234,8 +232,7 @@ def loses_a_rank(rank: int, way: str) -> None:
 @pytest.mark.parametrize(("way", "timeout"), [("attach", 60), ("Trainer", 100)])
 def test_all_ranks_end_when_one_of_a_group_has_died(way, timeout):
     outcomes = try_ranks(loses_a_rank, way, world_size=4, timeout=timeout)
-    found = [bool(outcome.exitcode) for outcome in outcomes]
-    assert found == [True] * 4
+    assert [bool(outcome.exitcode) for outcome in outcomes] == [True] * 4
 
 
 def _stops(rank: int, world: int, step: int) -> None:
@@ -260,8 +257,7 @@ LEAVES = {
 def test_a_rank_that_stops_alone_is_told_from_its_group(case):
     world, step, place = LEAVES[case]
     outcomes = try_ranks(_stops, world, step, world_size=world, timeout=90)
-    found = [outcome.exitcode for outcome in outcomes]
-    assert found == [1] * world
+    assert [outcome.exitcode for outcome in outcomes] == [1] * world
     for mate in outcomes[:2]:
         assert "are one group, and are at different places" in mate.error, mate.error
         assert f"rank 0: a training batch, rank 1: {place}" in mate.error, mate.error

@@ -75,8 +75,7 @@ def test_the_message_says_how_much_is_needed_and_left_who_limits_it_and_what_to_
     monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, "0::/job", 2**30))
     available = host_memory.available(4)
     assert available == 2**29, "they share it"
-    found = host_memory.shortage("the windows", 2 * 2**30, "use less")
-    assert found == ""
+    assert host_memory.shortage("the windows", 2 * 2**30, "use less") == ""
     found = host_memory.shortage("the windows", 5 * 2**29, "use less")
     assert found == (
         "the windows need 2.50 GiB, but 2.00 GiB are free: control group /job allows 3.00 GiB (memory.max). To "
@@ -90,8 +89,7 @@ def test_elsewhere_than_on_linux_nothing_is_known_and_nothing_refused(tmp_path, 
     monkeypatch.setattr(host_memory, "ROOT", tmp_path)
     assert 0 < here < 2**60
     assert rooms() == []
-    found = host_memory.shortage("windows", 2**60, "")
-    assert found == ""
+    assert host_memory.shortage("windows", 2**60, "") == ""
     available = host_memory.available(2)
     assert available > 2**50
     assert Kills().verdict() == ""

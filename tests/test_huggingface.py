@@ -54,8 +54,7 @@ def samples() -> list[Sample]:
 
 def padded(batch: list[Sample]) -> dict[str, Tensor]:
     """Labels of one token are masked, so that microbatches count less than their tokens."""
-    rows = [torch.tensor(sample["input_ids"]) for sample in batch]
-    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(sample["input_ids"]) for sample in batch], batch_first=True)
     labels = ids.masked_fill((ids == 0) | (ids == 3), -100)
     return {"input_ids": ids, "labels": labels, "attention_mask": (ids > 0).long()}
 
@@ -73,8 +72,7 @@ def one_process(count: int = len(LENGTHS)) -> tuple[dict[str, Tensor], list[floa
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     for _ in range(EPOCHS):
         for first in range(0, count, 8):
-            batch = padded(samples()[:count][first : first + 8])
-            loss = model(**batch).loss
+            loss = model(**padded(samples()[:count][first : first + 8])).loss
             loss.backward()
             losses.append(loss.item())
             norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -212,10 +210,8 @@ def test_uneven_microbatches_end_in_the_parameters_of_one_process(rank, tmp_path
     assert made.odc is None
     logged = [row for row in made.state.log_history if "loss" in row]
     assert_same(full_parameters(made.model), parameters)
-    found = [row["grad_norm"] for row in logged]
-    assert found == pytest.approx(norms, rel=1e-5)
-    found = [row["loss"] for row in logged]
-    assert found == pytest.approx(losses, rel=1e-5)
+    assert [row["grad_norm"] for row in logged] == pytest.approx(norms, rel=1e-5)
+    assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5)
     assert alone.reads > 0
     assert made.state.total_flos > 0
     expected = []
@@ -242,10 +238,8 @@ def test_what_cannot_run_on_demand_trains_by_collectives_to_the_parameters_of_on
         made.train()
     logged = [row for row in made.state.log_history if "loss" in row]
     assert_same(full_parameters(made.model), parameters)
-    found = [row["grad_norm"] for row in logged]
-    assert found == pytest.approx(norms, rel=1e-5)
-    found = [row["loss"] for row in logged]
-    assert found == pytest.approx(losses, rel=1e-5)
+    assert [row["grad_norm"] for row in logged] == pytest.approx(norms, rel=1e-5)
+    assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5)
     first, second = of_all_ranks(made.counts)
     assert first == second
     assert max(first) > 1
@@ -296,10 +290,8 @@ def test_saving_resuming_and_evaluating_go_on_working(rank, tmp_path, fsdp):
     assert_same(found, full_parameters(straight.model))
     assert resumed.state.best_model_checkpoint.endswith("checkpoint-4")
     eval_loss = resumed.evaluate()["eval_loss"]
-    expected = pytest.approx([loss] * 2, rel=1e-5)
-    assert [eval_loss, resumed.state.best_metric] == expected
-    expected = straight.counts[-len(resumed.counts) :]
-    assert resumed.counts == expected
+    assert [eval_loss, resumed.state.best_metric] == pytest.approx([loss] * 2, rel=1e-5)
+    assert resumed.counts == straight.counts[-len(resumed.counts) :]
     for saved in (tmp_path / "saved", tmp_path / "again" / "checkpoint-4"):
         assert_same(full_parameters(AutoModelForCausalLM.from_pretrained(saved)), found)
 
@@ -314,8 +306,7 @@ def test_what_is_found_chosen_and_expected_is_said_and_how_long_ranks_waited_is_
     if rank == 0:
         assert lines[0].startswith("Found: 16 samples from 6 to 20 long")
         assert lines[-1].startswith("Measured: the first epoch took ")
-        found = [line.startswith("Expected padding: ") for line in lines].count(True)
-        assert found == 1
+        assert [line.startswith("Expected padding: ") for line in lines].count(True) == 1
     else:
         assert lines == []
     rows = [row for row in made.state.log_history if "idle/fraction" in row]
@@ -358,15 +349,12 @@ def test_a_loss_that_couples_samples_later_is_found_and_batches_stay_whole_from_
     made.record = []
     with warned() as said:
         made.train()
-    found = ["In step 10, " in text for text in said if "are left as they are" in text]
-    assert found == [True] * (rank == 0)
-    expected = [True] * 11 + [False] * 13
-    assert [planned for planned, _ in made.record] == expected
+    assert ["In step 10, " in text for text in said if "are left as they are" in text] == [True] * (rank == 0)
+    assert [planned for planned, _ in made.record] == [True] * 11 + [False] * 13
     by_rank = of_all_ranks([rows for _, rows in made.record])
     for first in (0, 8, 16):
         epoch = [row for batches in by_rank for rows in batches[first : first + 8] for row in rows]
-        expected = sorted(sample["input_ids"] for sample in samples() * 2)
-        assert sorted(epoch) == expected
+        assert sorted(epoch) == sorted(sample["input_ids"] for sample in samples() * 2)
     for batches in by_rank:
         for rows in batches[11:]:
             assert len(rows) == 2
@@ -412,10 +400,8 @@ def test_a_model_that_transformers_has_sharded_needs_no_fsdp_in_the_arguments(tm
         logged = [row for row in history if "loss" in row]
         assert counts[::2] == [0] * 4
         assert_same(parameters, expected)
-        found = [row["grad_norm"] for row in logged]
-        assert found == pytest.approx(norms, rel=1e-5)
-        found = [row["loss"] for row in logged]
-        assert found == pytest.approx(losses, rel=1e-5)
+        assert [row["grad_norm"] for row in logged] == pytest.approx(norms, rel=1e-5)
+        assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5)
 
 
 class Stream(IterableDataset[Any]):
@@ -473,8 +459,7 @@ def test_data_that_cannot_be_planned_trains_with_the_batches_of_trainer(
     made.counts = []
     with warned() as said:
         made.train()
-    found = [reason in text for text in said if "are left as they are" in text]
-    assert found == [True] * (rank == 0)
+    assert [reason in text for text in said if "are left as they are" in text] == [True] * (rank == 0)
     assert len(made.counts) == 4
     first, second = of_all_ranks(full_parameters(made.model))
     assert_same(first, second)

@@ -45,8 +45,7 @@ BOUND_OF_16_BITS = 0.2
 
 
 def tokens(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def samples(**others: Callable[[int], Any]) -> list[dict[str, Any]]:
@@ -105,8 +104,7 @@ class TokenMean(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         labels = inputs.pop("labels")[:, 1:]
-        output = model(**inputs)
-        logits = output.logits[:, :-1]
+        logits = model(**inputs).logits[:, :-1]
         return nn.functional.cross_entropy(logits.transpose(1, 2), labels)
 
 
@@ -114,8 +112,7 @@ class ClassWeights(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         labels = inputs.pop("labels")
         weight = torch.tensor([1.0, 3.0, 0.5])
-        output = model(**inputs)
-        return nn.functional.cross_entropy(output.logits, labels, weight=weight.to(labels.device))
+        return nn.functional.cross_entropy(model(**inputs).logits, labels, weight=weight.to(labels.device))
 
 
 class Pairs(Trainer):
@@ -145,10 +142,8 @@ class Couples(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
         mask = attention_mask[..., None]
-        total = (self.embedding(input_ids) * mask).sum(1)
-        means = total / mask.sum(1)
-        output = self.head(self.norm(means))
-        return {"loss": nn.functional.cross_entropy(output, labels)}
+        means = (self.embedding(input_ids) * mask).sum(1) / mask.sum(1)
+        return {"loss": nn.functional.cross_entropy(self.head(self.norm(means)), labels)}
 
 
 class OwnModel(nn.Module):
@@ -164,8 +159,7 @@ class OwnModel(nn.Module):
         x = self.embedding(input_ids)
         for block in self.blocks:
             x = block(x)
-        output = self.head(x)
-        return {"loss": nn.functional.cross_entropy(output.transpose(1, 2), labels)}
+        return {"loss": nn.functional.cross_entropy(self.head(x).transpose(1, 2), labels)}
 
 
 def bert(kind: str, **config: Any) -> Any:
@@ -238,8 +232,7 @@ def reward() -> Any:
 
 
 def images(index: int) -> Any:
-    generator = torch.Generator().manual_seed(index)
-    return torch.randn(3, 8, 8, generator=generator).tolist()
+    return torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(index)).tolist()
 
 
 @dataclass
@@ -344,12 +337,10 @@ class Trained:
         apart = sum(
             (self.parameters[name] - value).square().sum() for name, value in other.parameters.items()
         )
-        moved = sum(value.square().sum() for value in other.moved.values())
-        return float((apart / moved).sqrt())
+        return float((apart / sum(value.square().sum() for value in other.moved.values())).sqrt())
 
     def loss_distance(self, other: Trained) -> float:
-        found = len(self.losses)
-        assert found == len(other.losses)
+        assert len(self.losses) == len(other.losses)
         pairs = zip(self.losses, other.losses, strict=True)
         return max(abs(mine - theirs) / (abs(theirs) or 1.0) for mine, theirs in pairs)
 
@@ -529,8 +520,7 @@ def train(rank: int, name: str, how: str, folder: str) -> Trained:
     trainer_class = kind
     if how in MIXED_IN:
         trainer_class = Balanced
-    made = trainer_class(model=model, args=args, train_dataset=data, **named)
-    return trained(made, start, counts)
+    return trained(trainer_class(model=model, args=args, train_dataset=data, **named), start, counts)
 
 
 def compare(

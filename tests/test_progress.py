@@ -14,7 +14,5 @@ def test_one_rank_shows_it_and_all_run_through_it(rank, monkeypatch):
     shown = shown_bars(monkeypatch)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    found = list(progress(range(3), "Samples", "sample"))
-    assert found == [0, 1, 2]
-    found = "Samples: 100%" in shown.getvalue()
-    assert found == (rank == 0), shown.getvalue()
+    assert list(progress(range(3), "Samples", "sample")) == [0, 1, 2]
+    assert ("Samples: 100%" in shown.getvalue()) == (rank == 0), shown.getvalue()

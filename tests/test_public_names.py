@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from lightning_odc import cli
 
 ROOT = Path(__file__).parent.parent
@@ -59,12 +61,12 @@ COMMANDS = {
 
 def test_packages_and_modules_have_these_names() -> None:
     for package, names in PACKAGES.items():
-        found = set(importlib.import_module(package).__all__)
-        assert found == names
+        assert set(importlib.import_module(package).__all__) == names
     for module, names in MODULES.items():
         assert names <= vars(importlib.import_module(module)).keys()
 
 
+@pytest.mark.slow
 def test_modules_are_found_below_the_package_without_an_import_of_their_own() -> None:
     program = "import lightning_odc; " + "; ".join(f"print({name})" for name in [*PACKAGES, *MODULES])
     done = subprocess.run(
@@ -120,5 +122,4 @@ def test_what_documentation_and_notebooks_name_exists() -> None:
     named = {name: path.name for path in TEXTS for name in _named(path.read_text())}
     assert {"lightning_odc.callbacks.TimelineRecorder", "lightning_odc.metrics.idle_fraction"} <= named.keys()
     assert len(named) > 30
-    found = [f"{name} in {page}" for name, page in named.items() if not _exists(name)]
-    assert found == []
+    assert [f"{name} in {page}" for name, page in named.items() if not _exists(name)] == []

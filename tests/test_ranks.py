@@ -26,8 +26,7 @@ def _returns_much(rank: int) -> bytes:
 
 
 def test_results_may_be_large():
-    found = [len(result) for result in run_ranks(_returns_much, timeout=30)]
-    assert found == [MORE_THAN_A_PIPE_HOLDS] * 2
+    assert [len(result) for result in run_ranks(_returns_much, timeout=30)] == [MORE_THAN_A_PIPE_HOLDS] * 2
 
 
 def _ends_oddly(rank: int) -> None:
@@ -74,7 +73,8 @@ def test_the_stacks_of_a_rank_that_does_not_end_are_told():
     with pytest.raises(AssertionError, match="rank 0 did not end") as error:
         team.run(pickle.dumps((__name__, _waits.__name__, (), {})), timeout=1)
     team.kill()
-    assert shutil.which("gdb") is None or "sleep" in str(error.value)
+    if shutil.which("gdb") is not None:
+        assert "sleep" in str(error.value)
 
 
 def _waits(rank: int) -> None:

@@ -31,11 +31,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_wheel_is_the_package_and_nothing_else(built: Path) -> None:
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
-        content = wheel.read(f"lightning_odc-{__version__}.dist-info/METADATA")
-        metadata = content.decode()
+        metadata = wheel.read(f"lightning_odc-{__version__}.dist-info/METADATA").decode()
         commands = wheel.read(f"lightning_odc-{__version__}.dist-info/entry_points.txt").decode()
     sources = {
         path.relative_to(ROOT).as_posix()
@@ -54,6 +54,7 @@ def test_the_wheel_is_the_package_and_nothing_else(built: Path) -> None:
     assert "lightning-odc = lightning_odc.cli:main" in commands
 
 
+@pytest.mark.slow
 def test_the_sdist_has_what_tests_and_site_need(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
@@ -61,8 +62,7 @@ def test_the_sdist_has_what_tests_and_site_need(built: Path) -> None:
     files = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE"}
     files |= {"PKG-INFO"}
     files |= {"pyproject.toml", "constraints.txt", "Makefile", "mkdocs.yml"}
-    found = {name.partition("/")[0] for name in names} - {".gitignore"}
-    assert found == folders | files
+    assert {name.partition("/")[0] for name in names} - {".gitignore"} == folders | files
     wanted = ["tests/support/ranks.py", "docs/data/bench-train.json", "notebooks/src/ruff.toml"]
     assert {*wanted, "docs/website/overrides/main.html", "docs/assets/logo.svg"} <= names
     left = re.compile(r"__pycache__|\.pyc$|^(site|build|dist)/|lightning_logs")
@@ -73,8 +73,7 @@ def test_the_version_stands_in_one_place() -> None:
     assert "version" not in PROJECT
     assert PROJECT["dynamic"] == ["version"]
     for name in ("pyproject.toml", "CITATION.cff", "mkdocs.yml", "lightning_odc/__init__.py"):
-        text = (ROOT / name).read_text()
-        assert __version__ not in text, name
+        assert __version__ not in (ROOT / name).read_text(), name
 
 
 def parsed(path: Path) -> Any:
@@ -94,15 +93,13 @@ def test_ci_runs_the_pythons_that_classifiers_name() -> None:
 
 def test_what_a_workflow_installs_is_pinned() -> None:
     for path in (*WORKFLOWS.glob("*.yml"), ROOT / ".readthedocs.yaml"):
-        text = (ROOT / "constraints.txt").read_text()
-        pinned = re.findall(r"^([\w-]+)==", text, flags=re.MULTILINE)
+        pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
         assert parsed(path)
         for line in re.findall(r"pip install (.*)", path.read_text()):
             assert "-c constraints.txt" in line
             asked = re.sub(r"#.*|-c constraints\.txt|\[python\]", "", line)
             names = re.findall(r"[a-z][\w-]+", asked)
-            found = [name for name in names if name not in pinned]
-            assert found == []
+            assert [name for name in names if name not in pinned] == []
 
 
 def test_the_citation_names_the_software_and_the_paper() -> None:

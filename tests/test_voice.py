@@ -134,8 +134,7 @@ def wait(peer):  # whence
 
 def test_the_search_sees_strings_comments_and_arguments_but_no_identifiers() -> None:
     found = [(line, what.split(":")[0].strip("'")) for line, what in _odd_phrases(SAMPLE)]
-    expected = [(2, "whence"), (15, "what it is told"), (17, "Nobody"), (17, "comes home")]
-    assert sorted(found) == expected
+    assert sorted(found) == [(2, "whence"), (15, "what it is told"), (17, "Nobody"), (17, "comes home")]
     assert [what for _, what in _odd_arguments(SAMPLE)] == [
         "wait(peer: that ...): begin with a noun or verb",
         "wait(seen: By ...): begin with a noun or verb",

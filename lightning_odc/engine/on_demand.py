@@ -87,10 +87,8 @@ class OnDemandEngine(OverWindows):
             gather = GatherComm(partial(self._gather, unit, window))
             comms.append(gather)
             set_comms(unit.modules, gather, AccumulateComm(partial(self._accumulate, unit, window)))
-            mesh = unit.slots[0].sharded_param.device_mesh
-            if isinstance(mesh, _compat.WatchedMesh):
-                mesh.before_collective = self._before_collective
-                self._on_close.callback(vars(mesh).pop, "before_collective", None)  # torch keeps meshes
+        _compat.WatchedMesh.before_collective[self._before_collective] = None
+        self._on_close.callback(_compat.WatchedMesh.before_collective.pop, self._before_collective)
         # 5. What looks at passes of the model, with hooks on it, finds everything in its place.
         self.gather_cache.attach(self._units, comms, self._sums, self._free)
         keeps = self.gather_cache.retains  # such units are compared when they are freed

@@ -27,15 +27,10 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
 def test_tokens_and_quadratic() -> None:
-    found = tokens().samples(LENGTHS).tolist()
-    assert found == [1, 10, 1000]
-    samples = quadratic(crossover=100).samples(LENGTHS)
-    found = samples.tolist()
-    expected = pytest.approx([1.01, 11, 11_000])
-    assert found == expected
+    assert tokens().samples(LENGTHS).tolist() == [1, 10, 1000]
+    assert quadratic(crossover=100).samples(LENGTHS).tolist() == pytest.approx([1.01, 11, 11_000])
     at_crossover = quadratic().samples(np.array([float(CROSSOVER)]))[0]
-    expected = pytest.approx(2 * CROSSOVER)
-    assert at_crossover == expected
+    assert at_crossover == pytest.approx(2 * CROSSOVER)
     x = LENGTHS / 32_000
     fit = 1.982122 * x**2 + 2.611821 * x  # the paper's
     np.testing.assert_allclose(quadratic().samples(LENGTHS) / fit, 32_000 / 2.611821, rtol=1e-4)
@@ -45,14 +40,11 @@ def test_dense_attention_pays_for_the_square_of_all_tokens() -> None:
     plan = [[[0, 1, 2], [3]]]
     lengths = [30, 20, 10, 40]
     alone, dense = (microbatch_costs(plan, lengths, quadratic(100, 5, dense)) for dense in (False, True))
-    expected = [[60 + 14 + 5, 40 + 16 + 5]]
-    assert alone == expected
-    expected = [[60 + 36 + 5, 40 + 16 + 5]]
-    assert dense == expected
+    assert alone == [[60 + 14 + 5, 40 + 16 + 5]]
+    assert dense == [[60 + 36 + 5, 40 + 16 + 5]]
     cost = with_speeds(quadratic(100, 5, dense=True), [0.5])
     slow = microbatch_costs(plan, lengths, cost)
-    expected = [[2 * (60 + 36 + 5), 2 * (40 + 16 + 5)]]
-    assert slow == expected
+    assert slow == [[2 * (60 + 36 + 5), 2 * (40 + 16 + 5)]]
 
 
 class BelowZero(PolynomialCost):
@@ -143,32 +135,25 @@ def test_operations_are_those_that_torch_counts(gated: bool) -> None:
         # torch counts all pairs here, the cost only those that a causal model needs.
         full = cost.per_token * length + cost.per_pair * length * length
         assert full == counted(length)
-        samples = cost.samples(np.array([float(length)]))
-        causal = samples[0]
-        expected = pytest.approx(cost.per_pair * length * (length - 1) / 2)
-        assert full - causal == expected
+        causal = cost.samples(np.array([float(length)]))[0]
+        assert full - causal == pytest.approx(cost.per_pair * length * (length - 1) / 2)
 
 
 def test_gpt2_names_and_defaults() -> None:
     gpt2 = transformer({"n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": None, "vocab_size": 100})
     config = SMALL | {"intermediate_size": 256, "num_key_value_heads": 4, "vocab_size": 100}
     assert gpt2 == transformer(config)
-    expected = transformer(SimpleNamespace(**SMALL, vocab_size=100))
-    assert gpt2 == expected
-    expected = transformer({"text_config": SMALL | {"vocab_size": 100}})
-    assert gpt2 == expected
-    expected = 6 * (3 * (4 * 64 * 64 + 2 * 64 * 256) + 64 * 100)
-    assert gpt2.per_token == expected
+    assert gpt2 == transformer(SimpleNamespace(**SMALL, vocab_size=100))
+    assert gpt2 == transformer({"text_config": SMALL | {"vocab_size": 100}})
+    assert gpt2.per_token == 6 * (3 * (4 * 64 * 64 + 2 * 64 * 256) + 64 * 100)
 
 
 def test_gates_are_recognised() -> None:
     plain = transformer(SMALL)
     gated = transformer(SMALL | {"hidden_act": "silu"})
     assert gated.per_token > plain.per_token
-    found = transformer(SMALL | {"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"})
-    assert found == gated
-    found = transformer(SMALL | {"model_type": "gpt2", "activation_function": "gelu_new"})
-    assert found == plain
+    assert transformer(SMALL | {"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"}) == gated
+    assert transformer(SMALL | {"model_type": "gpt2", "activation_function": "gelu_new"}) == plain
 
 
 def test_sliding_windows_see_fewer_keys() -> None:
@@ -179,9 +164,7 @@ def test_sliding_windows_see_fewer_keys() -> None:
     unused = transformer(SMALL | {"sliding_window": 10, "use_sliding_window": False})
     assert unused == full
     lengths = np.array([1.0, 10.0, 25.0])
-    samples = sliding.samples(lengths)
-    pairs = (samples - sliding.per_token * lengths) / sliding.per_pair / 3
-    expected = [1, 55, 55 + 15 * 10]
-    assert pairs.tolist() == expected
+    pairs = (sliding.samples(lengths) - sliding.per_token * lengths) / sliding.per_pair / 3
+    assert pairs.tolist() == [1, 55, 55 + 15 * 10]
     halfway = (2 * sliding.samples(lengths) + full.samples(lengths)) / 3
     np.testing.assert_allclose(mixed.samples(lengths), halfway)

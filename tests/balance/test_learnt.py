@@ -89,8 +89,7 @@ def test_the_share_of_the_quadratic_part_is_found(crossover: float, dense: bool)
     measured(cost, true, 6)
     if before > 0.05:
         assert isinstance(cost.found, PolynomialCost)
-        expected = pytest.approx(crossover, rel=0.6)
-        assert cost.found.linear / cost.found.quadratic == expected
+        assert cost.found.linear / cost.found.quadratic == pytest.approx(crossover, rel=0.6)
     assert excess(cost, true) < 0.03
 
 

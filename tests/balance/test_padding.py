@@ -51,11 +51,12 @@ def test_a_microbatch_is_empty_only_where_it_must_be(lengths, ranks, room, kind,
     short = sorted(lengths)[: 2 * more]
     is_full = all(own for rank in plan for own in rank)
     enough = len(lengths) > ranks
-    assert not is_full or not more or enough
-    assert not is_full or all(
-        collation.tokens([*pair]) <= cap for pair in zip(short[:more], short[::-1], strict=False)
-    )
-    assert is_full or not enough or collation.tokens(short[-2:]) > cap, "any two of the short ones fit"
+    if is_full and more:
+        assert enough
+    if is_full:
+        assert all(collation.tokens([*pair]) <= cap for pair in zip(short[:more], short[::-1], strict=False))
+    if not is_full and enough:
+        assert collation.tokens(short[-2:]) > cap, "any two of the short ones fit"
 
 
 def ways_to_pack(items: list[int]) -> Iterator[list[list[int]]]:
@@ -88,8 +89,7 @@ def best_on_demand(lengths: list[int], cap: int, overhead: float, speeds: list[f
     best = float("inf")
     for where in product(range(len(speeds)), repeat=len(lengths)):
         groups = [tuple(i for i, rank in enumerate(where) if rank == r) for r in range(len(speeds))]
-        largest = max(load(own) / speed for own, speed in zip(groups, speeds, strict=True))
-        best = min(best, largest)
+        best = min(best, max(load(own) / speed for own, speed in zip(groups, speeds, strict=True)))
     return best
 
 
@@ -133,8 +133,7 @@ def best_in_step(lengths: list[int], ranks: int, cap: int, overhead: float) -> f
             profiles = {(0.0,) * count}
             for own in groups:
                 profiles = {tuple(map(max, a, b)) for a, b in product(profiles, ways(own)[count])}
-            smallest = min(map(sum, profiles))
-            best = min(best, smallest + count * overhead)
+            best = min(best, min(map(sum, profiles)) + count * overhead)
     return best
 
 
@@ -161,13 +160,11 @@ def test_the_best_plan_in_step_of_few_samples() -> None:
         plan = plan_minibatch(lengths, ranks, cap, "lb_micro", cost, collation=PADDED)
         if all(own for rank in plan for own in rank):
             best = best_in_step(lengths, ranks, cap, overhead)
-            found = collective_cost(plan, lengths, cost, collation=PADDED)
-            gaps[count % ranks == 0].append(found / best - 1)
+            gaps[count % ranks == 0].append(collective_cost(plan, lengths, cost, collation=PADDED) / best - 1)
     assert len(gaps[True]) == 30
     assert max(gaps[True]) < 0.01
     assert len(gaps[False]) > 20
-    total = sum(gaps[False])
-    assert total / len(gaps[False]) < 0.02
+    assert sum(gaps[False]) / len(gaps[False]) < 0.02
     assert max(gaps[False]) < 0.15
 
 
@@ -214,18 +211,14 @@ def test_a_padded_microbatch_costs_its_rows() -> None:
         [2 * (100 + 100**2 / 100) + 7],
         [2 * (90 + 90**2 / 100 + 7)],
     ]
-    found = microbatch_costs(plan, ROWS, cost, collation=Collation("padded"))
-    assert found == expected
+    assert microbatch_costs(plan, ROWS, cost, collation=Collation("padded")) == expected
     apart = microbatch_costs(plan, ROWS, cost, collation=Collation("apart"))
-    expected = pytest.approx([100 + 100 + 10 + 1 + 7])
-    assert apart[0] == expected
+    assert apart[0] == pytest.approx([100 + 100 + 10 + 1 + 7])
     packed = microbatch_costs(plan, ROWS, cost)
-    expected = pytest.approx([100 + 100 + 10 + 1 + 7 + 2 * 100 * 10 / 100])
-    assert packed[0] == expected
+    assert packed[0] == pytest.approx([100 + 100 + 10 + 1 + 7 + 2 * 100 * 10 / 100])
     microbatches = [np.array([100, 10])]
     alone = relative_costs(microbatches, quadratic(100, 7.0), collation=Collation("padded", fixed=50))
-    expected = [2 * (50 + 50**2 / 100) + 7]
-    assert alone == expected
+    assert alone == [2 * (50 + 50**2 / 100) + 7]
 
 
 def test_the_default_cap_is_the_longest_row() -> None:
@@ -238,8 +231,7 @@ def test_the_default_cap_is_the_longest_row() -> None:
         for rank in plan:
             for microbatch in rank:
                 assert len(microbatch) == 1
-        found = least_cost([10, 20], 1, "tokens", collation=fixed)
-        assert found == pytest.approx(128)
+        assert least_cost([10, 20], 1, "tokens", collation=fixed) == pytest.approx(128)
 
 
 WRONG: list[tuple[Any, str]] = [

@@ -76,8 +76,7 @@ COSTS = st.sampled_from(
 def check(plan: Plan, lengths: list[int], cap: int, collation: Collation = PACKED) -> None:
     """Every sample is in one microbatch, which is not above the cap."""
     flat = [sample for rank in plan for microbatch in rank for sample in microbatch]
-    expected = list(range(len(lengths)))
-    assert sorted(flat) == expected
+    assert sorted(flat) == list(range(len(lengths)))
     for sample in flat:
         assert type(sample) is int
     rows = collation.row_lengths(lengths)
@@ -85,7 +84,8 @@ def check(plan: Plan, lengths: list[int], cap: int, collation: Collation = PACKE
         for own in rank:
             tokens = collation.tokens([lengths[i] for i in own])
             assert tokens <= cap
-            assert collation.kind != "stacked" or len(set(rows[own].tolist())) <= 1
+            if collation.kind == "stacked":
+                assert len(set(rows[own].tolist())) <= 1
 
 
 @pytest.mark.slow
@@ -106,8 +106,7 @@ def test_every_sample_once_under_the_cap_and_in_step_for_collectives(
     plan = plan_minibatch(lengths, ranks, cap, policy, **options)
     check(plan, lengths, cap, collation)
     for same in (np.array(lengths, dtype=np.float32), torch.tensor(lengths)):
-        expected = plan_minibatch(same, ranks, cap, policy, **options)
-        assert plan == expected
+        assert plan == plan_minibatch(same, ranks, cap, policy, **options)
     found = on_demand_cost(plan, lengths, model, collation=collation)
     assert found >= least_cost(lengths, ranks, model, cap, collation=collation) * (1 - 1e-9)
     if policy in COLLECTIVE_SAFE:
@@ -116,27 +115,25 @@ def test_every_sample_once_under_the_cap_and_in_step_for_collectives(
         assert len({len(rank) for rank in plan}) == 1
         for rank in plan:
             for place in range(len(rank)):
-                assert rank[place] or not any(rank[place:])
+                if not rank[place]:
+                    assert not any(rank[place:])
     else:
         for rank in plan:
             for own in rank:
                 assert own
         for costs in microbatch_costs(plan, lengths, model, collation=collation):
             is_sorted = all(a >= b * (1 - 1e-12) for a, b in pairwise(costs))
-            assert is_sorted or cost == "falling", "the largest first"
+            if cost != "falling":
+                assert is_sorted, "the largest first"
 
 
 def test_local_sort_deals_in_turn_and_few_samples_leave_some_ranks_without_work() -> None:
     lengths = [5, 40, 7, 10, 6, 30]
-    expected = [[[2], [4], [0]], [[1], [5], [3]]]
-    assert plan_minibatch(lengths, 2, policy="local_sort") == expected
-    expected = [[], [], [[0]], [[1]]]
-    found = sorted(plan_minibatch([30, 20], 4))
-    assert found == expected
+    assert plan_minibatch(lengths, 2, policy="local_sort") == [[[2], [4], [0]], [[1], [5], [3]]]
+    assert sorted(plan_minibatch([30, 20], 4)) == [[], [], [[0]], [[1]]]
     cost = with_speeds("tokens", [0.1, 1, 0.1, 2])
     faster = plan_minibatch([30, 20], 4, cost=cost)
-    expected = [[], [[1]], [], [[0]]]
-    assert faster == expected
+    assert faster == [[], [[1]], [], [[0]]]
 
 
 def test_where_no_room_is_found_the_costliest_microbatches_are_split() -> None:
@@ -145,10 +142,8 @@ def test_where_no_room_is_found_the_costliest_microbatches_are_split() -> None:
         cost = with_speeds(quadratic(4000, constant=64, dense=True), [2.0, 1.25, 0.91, 2.0])
         plan = plan_minibatch(lengths, 4, 120, "lb_micro", cost)
         check(plan, lengths, 120)
-        found = {sum(map(len, rank)) for rank in plan}
-        assert found == {18}
-        found = len({len(rank) for rank in plan})
-        assert found == 1
+        assert {sum(map(len, rank)) for rank in plan} == {18}
+        assert len({len(rank) for rank in plan}) == 1
         for rank in plan:
             for own in rank:
                 assert own
@@ -171,11 +166,9 @@ def test_balancing_is_no_worse_than_not_balancing(lengths: list[int], ranks: int
     lengths = lengths * ranks
     plain = plan_minibatch(lengths, ranks, policy="local_sort")
     mini = plan_minibatch(lengths, ranks)
-    found = on_demand_cost(mini, lengths)
-    assert found <= on_demand_cost(plain, lengths) * (1 + TOLERANCE)
+    assert on_demand_cost(mini, lengths) <= on_demand_cost(plain, lengths) * (1 + TOLERANCE)
     micro = plan_minibatch(lengths, ranks, policy="lb_micro")
-    found = collective_cost(micro, lengths)
-    assert found <= collective_cost(plain, lengths) * (1 + TOLERANCE)
+    assert collective_cost(micro, lengths) <= collective_cost(plain, lengths) * (1 + TOLERANCE)
 
 
 @many

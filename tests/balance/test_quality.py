@@ -40,8 +40,7 @@ def test_no_worse_than_karmarkar_karp_with_swaps_on_long_tails() -> None:
                 cost = cost_for(kind)
                 plan = plan_minibatch(lengths, ranks, cost=cost)
                 own = on_demand_cost(plan, lengths, cost)
-                samples = resolve_cost(cost).samples(lengths.astype(float))
-                values = samples.tolist()
+                values = resolve_cost(cost).samples(lengths.astype(float)).tolist()
                 rival = [[group] for group in karmarkar_karp_with_swaps(values, ranks)]
                 assert own <= on_demand_cost(rival, lengths, cost) * (1 + SLACK)
 
@@ -62,8 +61,7 @@ def test_optimal_for_up_to_ten_samples() -> None:
             best = float(loads.max(0).min())
             plan = plan_minibatch(lengths, 3, cost=cost)
             own = on_demand_cost(plan, lengths, cost)
-            found = least_cost(lengths, 3, cost) * (1 - 1e-9)
-            assert found <= best
+            assert least_cost(lengths, 3, cost) * (1 - 1e-9) <= best
             assert own == pytest.approx(best, rel=SLACK)
 
 
@@ -92,8 +90,7 @@ def test_within_one_percent_of_the_optimum(ranks: int, per_rank: int, cost: Any)
         if is_optimum:
             gaps.append(own / best - 1)
     assert len(gaps) >= 4
-    found = sum(gaps) / len(gaps)
-    assert found <= 0.01
+    assert sum(gaps) / len(gaps) <= 0.01
     bound = 0.01
     if "5000" in repr(cost):
         bound = 0.04
@@ -105,8 +102,7 @@ def test_near_a_known_optimum_and_long_minibatches_are_level() -> None:
         for per_rank, worst in ((2, 1e-12), (8, 1e-3), (32, 3e-4)):
             lengths = draw_lengths("planted", ranks, per_rank, 0)
             plan = plan_minibatch(lengths, ranks, cost="tokens")
-            own = on_demand_cost(plan, lengths, "tokens")
-            assert own <= 65_536 * (1 + worst)
+            assert on_demand_cost(plan, lengths, "tokens") <= 65_536 * (1 + worst)
     for kind in KINDS:
         lengths = draw_lengths(kind, 64, 16, 1)
         cost = cost_for(kind)
@@ -134,16 +130,13 @@ def test_the_policies_do_what_the_paper_reports() -> None:
         spent += [collective_cost(plan, lengths, cost) for plan in (sort, micro)] + [
             on_demand_cost(plan, lengths, cost) for plan in (micro, mini)
         ]
-        samples = cost.samples(lengths.astype(float))
-        total = samples.sum()
+        total = cost.samples(lengths.astype(float)).sum()
         needed += total / 8
     np.testing.assert_allclose(1 - needed / spent, [0.53, 0.31, 0.21, 0.14], atol=0.035)
 
 
 def test_orders_are_random_and_fixed_forever() -> None:
-    found = epoch_order(8, seed=0, epoch=0).tolist()
-    expected = [3, 2, 1, 6, 0, 7, 4, 5]
-    assert found == expected
+    assert epoch_order(8, seed=0, epoch=0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
     orders = {tuple(epoch_order(8, seed, epoch)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
     firsts = [int(epoch_order(4, 0, epoch)[0]) for epoch in range(2000)]
@@ -162,8 +155,7 @@ def test_regrouping_lets_large_samples_meet() -> None:
                 on_demand_cost(plan_minibatch(own[members], 8), own[members])
                 for members in regroup(own + own**2 / 42_166, 8, 16)
             )
-        total = sum(least_cost([int(x)], 1) for x in lengths)
-        needed = total / 8
+        needed = sum(least_cost([int(x)], 1) for x in lengths) / 8
         idle[window] = 1 - needed / spent
     assert idle[1] > 0.3
     assert idle[4] < 0.6 * idle[1]

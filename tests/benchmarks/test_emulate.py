@@ -19,10 +19,8 @@ from lightning_odc import host_memory
 def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> None:
     runs = ["collective+lb_micro_paper", "on_demand+lb_mini", "on_demand+steal"]
     short = ["--minibatches", "2", "--repetitions", "1", "--seconds-per-minibatch", "0.6"]
-    line = ["--ranks", "4", "--runs", *runs, *short, "--output", str(tmp_path)]
-    assert emulate.main(line) == 0
-    text = (tmp_path / "bench.json").read_text()
-    found = json.loads(text)
+    assert emulate.main(["--ranks", "4", "--runs", *runs, *short, "--output", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "bench.json").read_text())
     for row in found["rows"][:2]:
         assert 0 < row["efficiency"] < 1  # never faster than without communication
     # Who steals may well be faster than the plan.
@@ -30,8 +28,7 @@ def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> N
     assert efficiency is None
     bounds = found["runs"][2]["bounds"]
     assert bounds == []
-    lines = (tmp_path / "bench.md").read_text().splitlines()
-    assert "% | - |" in lines[6]
+    assert "% | - |" in (tmp_path / "bench.md").read_text().splitlines()[6]
     for run in found["runs"][:2]:
         for seconds, bound, idle in zip(run["seconds"], run["bounds"], run["idle"], strict=True):
             assert seconds > bound > 0
@@ -41,8 +38,7 @@ def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> N
     totals = found["runs"][1]["totals"]
     # Three minibatches of at least 4 microbatches. In the first one each of 3 layers reads 3 peers' shards twice
     # in each microbatch, in the others once on each of the 4 ranks.
-    total = sum(one["traffic"]["reads"] for one in totals)
-    assert total >= 4 * 3 * 3 * 2 + 2 * 4 * 3 * 3
+    assert sum(one["traffic"]["reads"] for one in totals) >= 4 * 3 * 3 * 2 + 2 * 4 * 3 * 3
     traffic = found["runs"][0]["totals"][0]["traffic"]
     assert traffic["reads"] == 0
     slow, fast = (sum(run["bounds"]) for run in found["runs"][:2])
@@ -69,10 +65,8 @@ def test_options_that_cannot_work_are_refused(tmp_path, capsys, monkeypatch):
 
 
 def test_comm_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = f"--ranks 1 2 --sizes 4K --rounds 2 --skew 0.1 --output {tmp_path}"
-    assert comm.main(line.split()) == 0
-    text = (tmp_path / "comm.json").read_text()
-    results = json.loads(text)["results"]
+    assert comm.main(f"--ranks 1 2 --sizes 4K --rounds 2 --skew 0.1 --output {tmp_path}".split()) == 0
+    results = json.loads((tmp_path / "comm.json").read_text())["results"]
     expected = [(ranks, operation) for ranks in (1, 2) for operation in ("gather", "accumulate", "settle")]
     assert [(one["ranks"], one["operation"]) for one in results] == expected
     for one in results:
@@ -82,8 +76,7 @@ def test_comm_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     late = {one["operation"]: one for one in results if one["ranks"] == 2}
     # The second rank comes 100 ms late: a collective keeps the first one waiting, and a gather does not.
     theirs = late["gather"]["theirs"]
-    ours = late["gather"]["ours"]
-    assert theirs[1] > ours[1]
+    assert theirs[1] > late["gather"]["ours"][1]
     out = capsys.readouterr().out
     assert "faster than the group [quartiles] |" in out  # brackets are no markup
     assert f"files in {tmp_path}" in out

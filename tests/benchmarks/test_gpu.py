@@ -36,8 +36,7 @@ def test_fractions_are_of_the_slowest_rank():
     slow = {"mib": 64, "alone": {**SECONDS, "read from a peer": 0.002}}
     found = fractions(entry, [entry, slow], "alone")
     assert found["read / plain copy"] == 0.5
-    expected = pytest.approx(64 * MIB / 0.002 / 2**30)
-    assert found["read GiB/s"] == expected
+    assert found["read GiB/s"] == pytest.approx(64 * MIB / 0.002 / 2**30)
     # Of two ranks each adds 64 MiB to both.
     assert found["add GiB/s"] == found["add bf16 GiB/s"] == pytest.approx(2 * 64 * MIB / 0.004 / 2**30)
     assert found["add / add in place"] == 0.75
@@ -96,8 +95,7 @@ def test_the_benchmark_as_a_process(tmp_path):
     assert list(results["failed"]) == ["transport, 3 ranks"]
     assert "RuntimeError: CUDA error: made up" in results["failed"]["transport, 3 ranks"]
     assert "in _reading" in done.stdout, "where it was raised is printed, too"
-    found = [run["ranks"] for run in results["transport"]]
-    assert found == [2, 2]
+    assert [run["ranks"] for run in results["transport"]] == [2, 2]
     (host,) = results["host"]
     # Every way ran on the CPU, but for the one that needs NCCL; they communicate as often.
     rows = {row["way"]: row for row in host["rows"]}
@@ -108,15 +106,13 @@ def test_the_benchmark_as_a_process(tmp_path):
     counts = [rows[way]["calls"][1] for way in often]
     assert len({*counts}) == 1
     assert counts[0] > 2, counts
-    found = rows[Way.KEPT]["calls"][1]
-    assert found < counts[0]
+    assert rows[Way.KEPT]["calls"][1] < counts[0]
     calls = rows[Way.ALONE]["calls"]
     assert calls[1] == 0
     assert rows[Way.ALONE]["comm us"][1] == 0
     for way in (*often, Way.KEPT):
         assert 0 < rows[way]["comm us"][1] < rows[way]["host us"][1]
-        found = rows[way]["host ms"][1]
-        assert found <= rows[way]["device ms"][1]
+        assert rows[way]["host ms"][1] <= rows[way]["device ms"][1]
     assert rows[Way.ON_DEMAND]["minibatch us"][1] > 0
     text = kept.with_suffix(".md").read_text()
     assert "Not measured, transport, 3 ranks: " in text

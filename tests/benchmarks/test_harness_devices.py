@@ -46,8 +46,7 @@ def test_a_gpu_each_if_there_are_enough(gpus: Any, monkeypatch: pytest.MonkeyPat
     ):
         gpus(there_are)
         placement = place("cuda", ranks)
-        expected = [torch.device("cuda", number) for number in numbers]
-        assert placement.devices == expected
+        assert placement.devices == [torch.device("cuda", number) for number in numbers]
         assert placement.accelerator == "gpu"
         assert placement.backend == backend
         assert placement.caption == caption
@@ -108,8 +107,7 @@ def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(gpus, tmp_path, capsys):
     outcome.write_files()
     assert CAPTION in (tmp_path / "bench.md").read_text()
     outcome.show()
-    lines = capsys.readouterr().out.splitlines()
-    assert f"**{CAPTION}**" in lines
+    assert f"**{CAPTION}**" in capsys.readouterr().out.splitlines()
     record = outcome.as_dict()
     assert record["caption"] == CAPTION
     assert record["machine"]["gpus"] == ["GPU number 0"]

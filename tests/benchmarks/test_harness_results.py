@@ -40,8 +40,7 @@ def run(combination: Combination, seconds: list[float], *, waits: float = 0.0, r
 
 def outcome_of(runs: list[Run]) -> Outcome:
     """A benchmark that measured them."""
-    options = TrainOptions(runs=tuple(dict.fromkeys(run.combination for run in runs)))
-    outcome = Outcome(Workload(options))
+    outcome = Outcome(Workload(TrainOptions(runs=tuple(dict.fromkeys(run.combination for run in runs)))))
     outcome.runs = runs
     return outcome
 
@@ -54,12 +53,10 @@ def test_a_speed_up_is_a_product_of_its_causes() -> None:
     assert last.fast == BALANCED
     assert last.total[1] == 6.0
     found = [(name, factor[1]) for name, factor in last.factors]
-    expected = [("cheaper bytes", 2.0), ("fewer waits", 1.5), ("balancing", 2.0)]
-    assert found == expected
+    assert found == [("cheaper bytes", 2.0), ("fewer waits", 1.5), ("balancing", 2.0)]
     assert last.total[0] < 6 < last.total[2]
     without_lockstep = splits([runs[0], *runs[2:]])[-1]
-    found = [name for name, _ in without_lockstep.factors]
-    assert found == ["communication", "balancing"]
+    assert [name for name, _ in without_lockstep.factors] == ["communication", "balancing"]
     only_ends = splits([runs[0], runs[3]])[0]
     assert [name for name, _ in only_ends.factors] == ["communication and balancing"]
     assert splits(runs[2:3]) == []
@@ -104,8 +101,7 @@ def test_only_minibatches_that_both_have_are_compared() -> None:
     cut = run(BALANCED, [2.0, 2.0])
     cut.ranks[1].pop()  # one rank has told of one minibatch less
     rows = summarize([whole, cut, run(LOCKSTEP, [])], cores=2)
-    found = [row.combination for row in rows]
-    assert found == [COLLECTIVE, BALANCED]
+    assert [row.combination for row in rows] == [COLLECTIVE, BALANCED]
     assert rows[1].minibatches == 1
     assert rows[1].speed_up is not None
     assert rows[1].speed_up[1] == 2.0
@@ -117,18 +113,14 @@ def test_only_minibatches_that_both_have_are_compared() -> None:
     assert doubt(slow, {}) == ""
     (row,) = summarize([run(ON_DEMAND, [4.0, 6.0], waits=1.0)], cores=2)
     assert row.idle == pytest.approx(2 / 20), "shares are parts of all ranks' time"
-    expected = (0, pytest.approx(0.4 / 20), 5.0)
-    found = (row.over_bound, row.settling, row.seconds[1])
-    assert found == expected
+    assert (row.over_bound, row.settling, row.seconds[1]) == (0, pytest.approx(0.4 / 20), 5.0)
 
 
 def test_losses_are_compared_minibatch_by_minibatch() -> None:
     other = run(BALANCED, [1.0, 1.0])
-    found = loss_difference([run(COLLECTIVE, [1.0, 1.0]), other])
-    assert found == 0
+    assert loss_difference([run(COLLECTIVE, [1.0, 1.0]), other]) == 0
     other.ranks[0][2].loss_sum += 0.12
-    found = loss_difference([run(COLLECTIVE, [1.0, 1.0]), other])
-    assert found == pytest.approx(0.01)
+    assert loss_difference([run(COLLECTIVE, [1.0, 1.0]), other]) == pytest.approx(0.01)
     for wrong in (math.nan, math.inf):  # never agree
         other.ranks[0][2].loss_sum = wrong
         for runs in ([run(COLLECTIVE, [1.0, 1.0]), other], [other, run(COLLECTIVE, [1.0, 1.0])], [other]):
@@ -139,10 +131,8 @@ def test_named_lengths_have_the_published_mean_and_shrink_in_proportion() -> Non
     for name in PUBLISHED:
         lengths = draw(name, 4096)
         # 4096 draws with a standard deviation below the mean: the mean is off by at most 1/64 at one sigma.
-        expected = pytest.approx(PUBLISHED[name].mean, rel=4 / 64)
-        assert lengths.mean() == expected
+        assert lengths.mean() == pytest.approx(PUBLISHED[name].mean, rel=4 / 64)
         assert 1 <= lengths.min() < lengths.max() <= PUBLISHED[name].longest
         longest = PUBLISHED[name].longest // 16
         short = draw(name, 4096, longest=longest)
-        largest = np.abs(short - lengths / 16).max()
-        assert largest <= 1
+        assert np.abs(short - lengths / 16).max() <= 1

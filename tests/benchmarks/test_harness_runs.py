@@ -30,8 +30,7 @@ TINY = "--model tiny --max-length 128 --samples-per-rank 3 --minibatches 2 --rep
 def bench(output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Run the harness here, with ranks of its own; exit code and ``bench.json``."""
     code = harness.main([*arguments, "--output", str(output)])
-    text = (output / "bench.json").read_text()
-    return code, json.loads(text)
+    return code, json.loads((output / "bench.json").read_text())
 
 
 def test_real_ranks_train_every_combination_on_the_same_minibatches(tmp_path, capsys):
@@ -66,8 +65,7 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(tmp_path, ca
     (split,) = [one for one in found["splits"] if one["fast"] == "on_demand+lb_micro"]
     factors = [factor[1] for factor in split["factors"].values()]
     assert list(split["factors"]) == ["cheaper bytes", "fewer waits"]
-    expected = pytest.approx(split["total"][1])
-    assert factors[0] * factors[1] == expected
+    assert factors[0] * factors[1] == pytest.approx(split["total"][1])
     assert "| lockstep | lb_micro |" in (tmp_path / "bench.md").read_text()
     assert "losses agree" in capsys.readouterr().out
 
@@ -173,12 +171,10 @@ def test_what_was_measured_is_kept_and_no_process_is(how, code, says, tmp_path, 
         os.kill(with_windows[0], how)
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    lines = err.strip().splitlines()
-    assert says in lines[-1]
+    assert says in err.strip().splitlines()[-1]
     assert "Traceback" not in err
     assert "| collective | lb_micro |" in out
-    text = (tmp_path / "bench.json").read_text()
-    found = json.loads(text)
+    found = json.loads((tmp_path / "bench.json").read_text())
     combination = found["rows"][0]["combination"]
     assert combination == "collective+lb_micro"
     minibatches = found["rows"][0]["minibatches"]
@@ -228,5 +224,4 @@ def test_bad_options_get_one_line(tmp_path, capsys, monkeypatch):
     for line, message in WRONG:
         with pytest.raises(SystemExit, match=r"^2$"):
             harness.main(line.format(**paths).split())
-        lines = capsys.readouterr().err.splitlines()
-        assert message in lines[-1], line
+        assert message in capsys.readouterr().err.splitlines()[-1], line

@@ -27,17 +27,13 @@ UNITS = 5  # four layers and the rest
 def test_kept_units_are_read_once_and_frozen_ones_no_more(tmp_path: Path, capsys: Any) -> None:
     small = ["--ranks", "2", "--microbatches", "2", "--minibatches", "2", "--width", "64", "--tokens", "8"]
     traffic.main([*small, "--json", str(tmp_path / "traffic.json")])
-    text = (tmp_path / "traffic.json").read_text()
-    whole, lora = json.loads(text)["rows"]
+    whole, lora = json.loads((tmp_path / "traffic.json").read_text())["rows"]
     for row in (whole, lora):
-        found = row["freed"]["reads"]
-        assert found == 2 * (2 * (UNITS - 1) + 1)
+        assert row["freed"]["reads"] == 2 * (2 * (UNITS - 1) + 1)
         assert row["collective"]["reads"] == 0
     assert whole["kept"]["reads"] == UNITS
-    reads = lora["kept"]["reads"]
-    assert reads == UNITS - 1  # the root unit is frozen
-    found = lora["kept"]["bytes"]
-    assert found < lora["freed"]["bytes"] / 20
+    assert lora["kept"]["reads"] == UNITS - 1  # the root unit is frozen
+    assert lora["kept"]["bytes"] < lora["freed"]["bytes"] / 20
     assert "| 2 | LoRA | 2 | 18, 4 |" in capsys.readouterr().out
 
 
@@ -45,19 +41,15 @@ def test_only_collectives_run_more_passes_than_the_longest_rank_needs(tmp_path: 
     small = ["--ranks", "2", "--lengths", "aime", "--repetitions", "2", "--prompts", "3", "--group", "2"]
     small += ["--mean", "3", "--pass-seconds", "0.001", "--token-seconds", "0.0001"]
     rl.main([*small, "--json", str(tmp_path / "rl.json")])
-    text = (tmp_path / "rl.json").read_text()
-    rows = json.loads(text)["rows"]
-    found = [row["variant"] for row in rows]
-    assert found == list(rl.VARIANTS)
+    rows = json.loads((tmp_path / "rl.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == list(rl.VARIANTS)
     collective, own, stealing = rows
     assert own["passes"] == own["longest own"]
     for c, o in zip(collective["passes"], own["passes"], strict=True):
         assert c >= o
-    total = sum(collective["passes"])
-    assert total > sum(own["passes"])
+    assert sum(collective["passes"]) > sum(own["passes"])
     for row in rows:
-        smallest = min(row["idle"])
-        assert 0 < smallest < max(row["idle"]) < 1
+        assert 0 < min(row["idle"]) < max(row["idle"]) < 1
     assert len(stealing["speedup"]) == 2
     assert "| 2 | aime | on demand, stealing |" in capsys.readouterr().out
 
@@ -65,8 +57,7 @@ def test_only_collectives_run_more_passes_than_the_longest_rank_needs(tmp_path: 
 @pytest.mark.slow
 def test_fine_tuning_has_a_row_for_every_way_to_train(capsys: Any) -> None:
     sft = pytest.importorskip("benchmarks.sft")
-    found = sft.main(["--rounds", "1", "--layers", "1", "--width", "64"])
-    assert found == 0
+    assert sft.main(["--rounds", "1", "--layers", "1", "--width", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = [line.split(" | ") for line in lines if line.startswith("| ")]
     cells_of = {cells[0].removeprefix("| "): cells for cells in table}
@@ -104,8 +95,7 @@ def test_whole_models_are_timed_beside_ddp_and_shards(capsys: Any, monkeypatch: 
     (name, *_) = whole.MODELS
     monkeypatch.setattr(whole, "MODELS", {name: whole.Encoder})  # ranks have all of them
     assert whole.main(["--rounds", "1", "--steps", "3"]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {name}")]
-    assert len(rows) == 3
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {name}")]) == 3
 
 
 TABLE = Table("speed", "How fast", [Column("name"), Column("share", "percent"), Column("ms", ".1f")])
@@ -113,10 +103,8 @@ TABLE = Table("speed", "How fast", [Column("name"), Column("share", "percent"), 
 
 def test_a_table_is_put_between_its_comments_alone_on_the_page_that_has_them(tmp_path: Path):
     TABLE.rows[:] = [["a", 0.01234, [1.0, 2.55]], ["b", -1e-9, math.nan]]
-    found = TABLE.markdown().splitlines()[2:]
-    assert found == ["| a | 1.234 % | 1.0 (2.5) |", "| b | 0.000 % |  |"]
-    found = TABLE.record()["rows"]
-    assert found == [["a", 0.01234, [1.0, 2.55]], ["b", -1e-9, None]]
+    assert TABLE.markdown().splitlines()[2:] == ["| a | 1.234 % | 1.0 (2.5) |", "| b | 0.000 % |  |"]
+    assert TABLE.record()["rows"] == [["a", 0.01234, [1.0, 2.55]], ["b", -1e-9, None]]
     other = Table("other", "Another", [Column("name")], [["c"]])
     pages = [tmp_path / "one.md", tmp_path / "two.md"]
     for page, table in zip(pages, (other, TABLE), strict=True):
@@ -139,13 +127,11 @@ def test_waiting_by_arithmetic() -> None:
     sleeps = [[3.0, 1.0], [1.0, 2.0]]
     assert expected("on_demand", sleeps) == [0.0, 1.0]
     assert expected("collective", sleeps) == [1.0, 2.0]
-    found = expected("on_demand", [[3.0, 1.0], []])
-    assert found == [0.0, 4.0]
+    assert expected("on_demand", [[3.0, 1.0], []]) == [0.0, 4.0]
     # Rank 1 waits for rank 0 before the second batch, and rank 0 for rank 1 at the end.
     assert expected("ddp", sleeps) == [1.0, 2.0]
     # Rank 0 waits for nobody before a batch.
-    found = expected("ddp", sleeps[::-1])
-    assert found == [1.0, 0.0]
+    assert expected("ddp", sleeps[::-1]) == [1.0, 0.0]
 
 
 def test_a_recorded_step_begins_where_the_one_before_has_ended(tmp_path: Path) -> None:
@@ -191,26 +177,23 @@ NO_LIMIT = why_no_limit()
 def test_bytes_and_memory_are_those_of_the_formulas(tmp_path: Path, capsys: Any) -> None:
     small = ["--hosts", "2", "--mbit", "0", "--microbatches", "2", "--minibatches", "1", "--repetitions", "1"]
     copies.main([*small, "--seconds", "0", "--json", str(tmp_path / "copies.json")])
-    text = (tmp_path / "copies.json").read_text()
-    rows = json.loads(text)["rows"]
-    found = [row["variant"] for row in rows]
-    assert found == list(copies.VARIANTS)
+    rows = json.loads((tmp_path / "copies.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == list(copies.VARIANTS)
     for row in rows:
         # Headers, acknowledgements and records; control words.
-        assert row["formula"] is None or 1 < row["bytes per parameter"] / row["formula"] < 1.05
+        if row["formula"] is not None:
+            assert 1 < row["bytes per parameter"] / row["formula"] < 1.05
         assert 1 <= row["held"] / row["formula held"] < 1.005
         bound = 1e-2
         if row["variant"] != copies.FULL_BF16:
             bound = 1e-5
         assert row["difference"] < bound
-    found = rows[0]["bytes"]
-    assert found > 4 * rows[1]["bytes"], "stock sharding moves more, in every microbatch"
+    assert rows[0]["bytes"] > 4 * rows[1]["bytes"], "stock sharding moves more, in every microbatch"
     assert "| 2 | FULL_SHARD | 4.0" in capsys.readouterr().out
 
 
 def test_what_the_formulas_say():
-    found = copies.bytes_per_parameter(copies.FULL, hosts=3)
-    assert found == pytest.approx(16 / 3)
+    assert copies.bytes_per_parameter(copies.FULL, hosts=3) == pytest.approx(16 / 3)
     bytes_per_parameter = copies.bytes_per_parameter(copies.FULL_BF16, hosts=2)
     assert bytes_per_parameter == 3.0
     held_per_parameter = copies.held_per_parameter(copies.STOCK, hosts=3)

@@ -189,20 +189,16 @@ def test_waiting_inside_a_kernel():
     transfer = transfers([durations(one) for one in EXAMPLE])
     assert transfer == {GATHER: [2 * MS]}
     window = range(15 * MS)
-    found = [waited(one, window, transfer) for one in EXAMPLE]
-    assert found == pytest.approx([0.006, 0.0])
-    found = waited(EXAMPLE[0], range(6 * MS), transfer)
-    assert found == pytest.approx(0.002)
+    assert [waited(one, window, transfer) for one in EXAMPLE] == pytest.approx([0.006, 0.0])
+    assert waited(EXAMPLE[0], range(6 * MS), transfer) == pytest.approx(0.002)
     for one, expected in zip(EXAMPLE, ([0.007, 0.008, 0], [0.013, 0.002, 0]), strict=True):
-        found = [parts_of(one, window)[part] for part in DevicePart]
-        assert found == pytest.approx(expected)
+        assert [parts_of(one, window)[part] for part in DevicePart] == pytest.approx(expected)
     # On rank 1 the reduce-scatter of the first unit comes before the gather of the next, on rank 0 behind it.
     ranks = [
         records((GATHER, 0, 5), (GATHER, 5, 6), (REDUCE, 6, 9)),
         records((GATHER, 4, 5), (REDUCE, 5, 6), (GATHER, 6, 9)),
     ]
-    found = transfers([durations(one) for one in ranks])
-    assert found == {GATHER: [MS, MS], REDUCE: [MS]}
+    assert transfers([durations(one) for one in ranks]) == {GATHER: [MS, MS], REDUCE: [MS]}
     for other in (durations(EXAMPLE[1] * 2), {}):
         assert transfers([durations(EXAMPLE[0]), other]) is None
     assert transfers([{}, {}]) == {}
@@ -219,15 +215,11 @@ def test_parts_are_what_counting_milliseconds_says(drawn, begin, end):
     inside = set(range(begin, end))
     window = range(begin * MS, end * MS)
     parts = parts_of(ran, window)
-    expected = pytest.approx(len(own & inside) / 1e3)
-    assert parts[DevicePart.KERNEL] == expected
-    expected = pytest.approx(len((other - own) & inside) / 1e3)
-    assert parts[DevicePart.COLLECTIVE] == expected
-    expected = pytest.approx((end - begin) / 1e3)
-    assert sum(parts.values()) == expected
+    assert parts[DevicePart.KERNEL] == pytest.approx(len(own & inside) / 1e3)
+    assert parts[DevicePart.COLLECTIVE] == pytest.approx(len((other - own) & inside) / 1e3)
+    assert sum(parts.values()) == pytest.approx((end - begin) / 1e3)
     alone = {name: [0] * len(of_name) for name, of_name in durations(ran).items()}
-    found = waited(ran, window, alone)
-    assert found == pytest.approx(parts[DevicePart.COLLECTIVE])
+    assert waited(ran, window, alone) == pytest.approx(parts[DevicePart.COLLECTIVE])
     assert waited(ran, window, durations(ran)) == 0.0
 
 
@@ -250,8 +242,7 @@ def test_records_are_what_ran_on_the_device():
         event(GATHER, 7, 9),
     ]
     found = kernel_records(events)
-    expected = [KernelRecord(GATHER, 7000, 9000), KernelRecord("gemm", 20500, 30000)]
-    assert found == expected
+    assert found == [KernelRecord(GATHER, 7000, 9000), KernelRecord("gemm", 20500, 30000)]
     assert [one.is_collective for one in found] == [True, False]
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile, record_function("named"):
         torch.ones(2) + 1
@@ -323,21 +314,16 @@ def test_the_second_step_under_the_profiler_counts():
     profile = Profile(TWO_STEPS, 1015)
     sampler = sampler_for(profile, stream)
     steps = run_steps(sampler, stream, 4)
-    found = [step.seen for step in steps]
-    assert found == [False, False, False, True]
-    expected = [1.0, 1.0, 1.0, pytest.approx(0.015)]
-    assert [step.seconds for step in steps] == expected
-    expected = pytest.approx({IdleCause.COLLECTIVE: 0.006})
-    assert steps[3].waits == expected
-    found = [steps[3].parts[part] for part in DevicePart]
-    assert found == pytest.approx([0.007, 0.008, 0.0])
+    assert [step.seen for step in steps] == [False, False, False, True]
+    assert [step.seconds for step in steps] == [1.0, 1.0, 1.0, pytest.approx(0.015)]
+    assert steps[3].waits == pytest.approx({IdleCause.COLLECTIVE: 0.006})
+    assert [steps[3].parts[part] for part in DevicePart] == pytest.approx([0.007, 0.008, 0.0])
     assert profile.asked == ["start", "stop"] * 2
     # The other rank's sample took 0.5 s: one in 100 * 0.5 / 0.015 steps, rounded up, after step 4.
     run_steps(sampler, stream, 3333)
     assert profile.asked == ["start", "stop"] * 2
     run_steps(sampler, stream, 1)
-    expected = ["start", "stop"] * 2 + ["start"]
-    assert profile.asked == expected
+    assert profile.asked == ["start", "stop"] * 2 + ["start"]
 
 
 def test_a_step_that_is_interrupted_does_not_count():
@@ -415,8 +401,7 @@ def test_a_summary_speaks_of_the_steps_that_were_looked_at():
     assert values["microbatches"] == 2
     assert values["idle/fraction"] == 0.125
     assert values["idle/fraction_rank0"] == 0.25
-    expected = (1.75, pytest.approx(2 / 1.75))
-    assert (values["busy_seconds"], values["imbalance"]) == expected
+    assert (values["busy_seconds"], values["imbalance"]) == (1.75, pytest.approx(2 / 1.75))
     assert values["idle/collective_seconds"] == 0.25
     assert values["idle/data_seconds"] == 0.0
     assert values["gpu/kernel_seconds"] == values["gpu/kernel_seconds_rank1"] == 1.0
@@ -486,8 +471,7 @@ def test_the_step_that_was_looked_at_has_an_idle_fraction():
     steps = [row for _, row in rows if "step_seconds" in row]
     assert len(steps) == STEPS == 4
     for name in ("idle/fraction", "gpu/kernel_seconds"):
-        found = [name in row for row in steps]
-        assert found == [False, False, False, True]
+        assert [name in row for row in steps] == [False, False, False, True]
     last = steps[-1]
     assert last["gpu/kernel_seconds_rank0"] == pytest.approx(0.007)
     assert last["gpu/kernel_seconds_rank1"] == pytest.approx(0.013)

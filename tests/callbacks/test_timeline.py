@@ -59,8 +59,7 @@ def _fit(rank: int, directory: Path, steps: Any = None, fails: str = "", **optio
     else:
         sleeps = SLEEPS[rank]
     fitting = trainer(2, callbacks=[monitor, recorder], timeout=None, **options)
-    microbatches = [microbatch(seconds, 5 + index) for index, seconds in enumerate(sleeps)]
-    share = Minibatch(microbatches)
+    share = Minibatch([microbatch(seconds, 5 + index) for index, seconds in enumerate(sleeps)])
     fitting.fit(Scripted(fails), loader([share] * STEPS))
     if options.get("communication") == "collective":  # the recorder took no collectives from the monitor
         assert monitor.last_step["idle/collective_seconds"] > 0
@@ -87,8 +86,7 @@ def check_trace(path: Path, ranks: int) -> dict[str, Any]:
             threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
         elif event["name"] in ("process_name", "thread_name"):
             names[event["pid"], event.get("tid", 0), event["name"]] = event["args"]["name"]
-    found = sorted(pid for pid, _, what in names if what == "process_name")
-    assert found == list(range(ranks))
+    assert sorted(pid for pid, _, what in names if what == "process_name") == list(range(ranks))
     for rank in range(ranks):
         assert names[rank, 0, "process_name"].startswith(f"rank {rank} on ")
     for (pid, tid), intervals in threads.items():
@@ -97,7 +95,8 @@ def check_trace(path: Path, ranks: int) -> dict[str, Any]:
         for begin, end in sorted(intervals, key=lambda interval: (interval[0], -interval[1])):
             while ends and ends[-1] <= begin + 1e-3:
                 ends.pop()
-            assert not ends or end <= ends[-1] + 1e-3, "spans of a thread overlap without nesting"
+            if ends:
+                assert end <= ends[-1] + 1e-3, "spans of a thread overlap without nesting"
             ends.append(end)
     return trace
 
@@ -116,14 +115,11 @@ def test_the_timeline_shows_what_was_scripted(rank, tmp_path):
         numbers = list(range(len(sleeps))) * STEPS
         assert [span.details["microbatch"] for span in forwards] == numbers
         assert [span.details["microbatch"] for span in backwards] == numbers
-        found = [span.details["tokens"] for span in forwards]
-        expected = [5 + number for number in numbers]
-        assert found == expected
+        assert [span.details["tokens"] for span in forwards] == [5 + number for number in numbers]
         for span, number in zip(forwards, numbers, strict=True):
             assert seconds(span) >= sleeps[number]
         minibatches = own.of("minibatch")
-        found = [span.details["number"] for span in minibatches]
-        assert found == list(range(STEPS))
+        assert [span.details["number"] for span in minibatches] == list(range(STEPS))
         for kind in ("read", "add", "settle", "publish", "optimizer", "data"):
             assert len(own.of(kind)) >= STEPS, kind
         assert all(span.details["unit"] for span in own.of("read", "add"))
@@ -134,16 +130,14 @@ def test_the_timeline_shows_what_was_scripted(rank, tmp_path):
     for mine, theirs in zip(second.of("settle"), first.of("settle"), strict=True):
         waits = [w for w in second.of("wait") if mine.begin <= w.begin and w.end <= mine.end]
         assert {wait.details["cause"] for wait in waits} <= {"settle"}
-        found = {wait.details["peer"] for wait in waits}
-        assert found <= {0, None}
+        assert {wait.details["peer"] for wait in waits} <= {0, None}
         waited += any(wait.begin < theirs.begin <= wait.end for wait in waits)
     assert waited > 0, "on a busy machine rank 1 may be the later one, but hardly in every minibatch"
     assert timeline.waiting_seen
     assert [path.name for path in directory.iterdir()] == ["timeline.json"]
     trace = check_trace(directory / "timeline.json", ranks=2)
     assert trace["otherData"]["waiting_seen"]
-    found = load_timeline(directory / "timeline.json").idle_fraction
-    assert found == pytest.approx(timeline.idle_fraction)
+    assert load_timeline(directory / "timeline.json").idle_fraction == pytest.approx(timeline.idle_fraction)
 
 
 @on_ranks(2)
@@ -156,8 +150,7 @@ def test_other_communications(rank, communication, tmp_path):
         fitting.fit(Sleeper("mean"), loader([microbatch(SLEEPS[rank][0], 6)] * 2 * STEPS))
         timeline = recorder.timeline
     else:
-        steps = range(1, 3)
-        timeline = _fit(rank, tmp_path, steps, communication=communication)
+        timeline = _fit(rank, tmp_path, range(1, 3), communication=communication)
     if rank > 0:
         return
     trace = check_trace(tmp_path / "timeline.json", ranks=2)
@@ -168,17 +161,13 @@ def test_other_communications(rank, communication, tmp_path):
         numbers = [0, 0]
         tokens = {5}
     for own in timeline.ranks:
-        found = [span.details["number"] for span in own.of("minibatch")]
-        assert found == [1, 2]
+        assert [span.details["number"] for span in own.of("minibatch")] == [1, 2]
         for kind in ("forward", "backward"):
-            found = [span.details["microbatch"] for span in own.of(kind)]
-            assert found == numbers
-        found = {span.details["tokens"] for span in own.of("forward")}
-        assert found == tokens
+            assert [span.details["microbatch"] for span in own.of(kind)] == numbers
+        assert {span.details["tokens"] for span in own.of("forward")} == tokens
         assert len(own.of("optimizer")) == 2
         assert len(own.of("data")) == len(numbers)
-        smallest = min(map(seconds, own.of("forward")))
-        assert smallest >= SLEEPS[own.rank][0]
+        assert min(map(seconds, own.of("forward"))) >= SLEEPS[own.rank][0]
     assert timeline.waiting_seen == trace["otherData"]["waiting_seen"]
     assert timeline.waiting_seen != (communication == "ddp")
     if communication == "ddp":
@@ -192,8 +181,7 @@ def test_other_communications(rank, communication, tmp_path):
 @pytest.mark.parametrize("how", ["raise", "exit"])
 def test_ranks_that_end_by_an_error_write_what_they_have(tmp_path, how):
     outcomes = try_ranks(_fit, tmp_path, None, how)
-    found = [outcome.exitcode for outcome in outcomes]
-    assert found == [1, 1]
+    assert [outcome.exitcode for outcome in outcomes] == [1, 1]
     if how == "raise":
         assert outcomes[1].error.rstrip().endswith("RuntimeError: scripted")
         assert "scripted" in outcomes[0].error
@@ -253,8 +241,7 @@ def test_steps_that_are_not_reached(tmp_path):
     assert list(tmp_path.iterdir()) == []
     record(range(1, 10))
     [own] = load_timeline(tmp_path / "timeline.json").ranks
-    found = [span.details["number"] for span in own.of("minibatch")]
-    assert found == [1, 2]
+    assert [span.details["number"] for span in own.of("minibatch")] == [1, 2]
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_at_once(tmp_path):
@@ -302,11 +289,8 @@ def test_waiting_inside_collectives_is_told_apart():
     found = first.of("wait")
     span = Span("wait", 18 * MS, 20 * MS, {"cause": "collective", "peer": 1})
     assert found == [span]
-    found = second.of("wait")
-    expected = [Span("wait", 0, 10 * MS, {"cause": "collective", "peer": 0})]
-    assert found == expected
-    expected = pytest.approx(10 / 17)
-    assert second.idle_fraction == expected
+    assert second.of("wait") == [Span("wait", 0, 10 * MS, {"cause": "collective", "peer": 0})]
+    assert second.idle_fraction == pytest.approx(10 / 17)
     apart = of_two([meeting("all_gather", 0, 5)], [meeting("reduce_scatter", 3, 5)])
     assert not apart.ranks[0].of("wait"), "they do not belong together"
     assert not of_two([], []).waiting_seen
@@ -333,15 +317,12 @@ def test_pictures_have_a_row_per_rank_on_one_time_axis(tmp_path):
     assert above.get_title(loc="left") == "collective: 0.06 s, idle 33%"
     assert below.get_title(loc="left") == "on demand: 0.03 s, idle 33%"
     assert above.get_xlim() == below.get_xlim()
-    found = below.get_xlim()[1]
-    assert found == pytest.approx(0.06, rel=0.01)
+    assert below.get_xlim()[1] == pytest.approx(0.06, rel=0.01)
     for axes in (above, below):
-        found = [label.get_text() for label in axes.get_yticklabels()]
-        assert found == ["rank 0", "rank 1", "rank 2"]
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
         texts = [text.get_text() for text in axes.texts]
         assert set(texts) == {"idle 67%", "idle 33%", "idle 0%"}
     [legend] = figure.legends
-    found = [text.get_text() for text in legend.get_texts()]
-    assert found == ["forward", "read", "idle: waiting for others"]
+    assert [text.get_text() for text in legend.get_texts()] == ["forward", "read", "idle: waiting for others"]
     draw_timelines({"one": scripted(1)}, tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")

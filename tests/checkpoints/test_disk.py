@@ -57,8 +57,7 @@ def test_a_full_disk_leaves_the_sharded_checkpoint_that_was_there(rank, tmp_path
         limit_files(resource.RLIM_INFINITY)
     assert error.value.__notes__ == [files.not_written(Path(path))]
     of_all_ranks(None)
-    found = [entry.name for entry in tmp_path.iterdir()]
-    assert found == ["last.ckpt"], "it takes no room"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"], "it takes no room"
     assert _loads("sharded", path, before)
     # As if the job had been killed between the two renames of the next save.
     if rank == 0:
@@ -143,6 +142,7 @@ def test_traces_and_reports_do_not_end_a_training(rank, tmp_path):
         limit_files(resource.RLIM_INFINITY)
     assert fit.global_step == 3
     text = "\n".join(caught)
-    assert rank or "TimelineRecorder could not write" in text
+    if rank == 0:
+        assert "TimelineRecorder could not write" in text
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert not [name for name in names if name.startswith(".")], names

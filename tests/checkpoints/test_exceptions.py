@@ -103,8 +103,7 @@ def stream(**options: Any) -> BalancedDataLoader:
 
 
 def shuffled(**options: Any) -> Any:
-    generator = torch.Generator().manual_seed(3)
-    return plain(shuffle=True, generator=generator, **options)
+    return plain(shuffle=True, generator=torch.Generator().manual_seed(3), **options)
 
 
 WORKERS = {"num_workers": 1, "prefetch_factor": 2, "persistent_workers": True}
@@ -204,8 +203,7 @@ def test_under_stealing_every_sample_is_trained_on_once(rank, tmp_path):
     # Six minibatches in all: two were done, and the third one ran in both.
     expected = 2 * len(SAMPLES) - 16
     assert len(lengths[1]) == expected
-    found = len(lengths[0]) + len(lengths[1])
-    assert found == 2 * len(SAMPLES) + 8
+    assert len(lengths[0]) + len(lengths[1]) == 2 * len(SAMPLES) + 8
     assert rest.trainer.global_step == 6
 
 
@@ -236,8 +234,7 @@ ALONE = {
 def test_where_one_rank_raises_all_save_one_model_that_goes_on_bit_by_bit(teams, hook, who, tmp_path):
     outcomes = try_ranks(_one_raises, "plain", hook, "before", who, tmp_path, timeout=60)
     assert "BoomError" in outcomes[who].error
-    error = outcomes[1 - who].error
-    assert f"PeerFailedError: Rank {who} failed" in error
+    assert f"PeerFailedError: Rank {who} failed" in outcomes[1 - who].error
     teams.run(_all_go_on, "plain", tmp_path)
 
 
@@ -340,8 +337,7 @@ def test_whenever_it_is_read_the_state_is_that_of_the_weights(rank, name):
         "validation",
         "epoch end",
     }
-    found = [one for one in reads.found if one[1] != one[2]]
-    assert found == []
+    assert [one for one in reads.found if one[1] != one[2]] == []
 
 
 @on_ranks(2)
@@ -350,8 +346,7 @@ def test_between_the_batches_of_a_step_the_state_is_that_of_the_step_before(rank
     run("accumulation", Raises(), callbacks=[reads], num_sanity_val_steps=0)
     #: The minibatches that are done after so many steps: 2 and 1 of an epoch.
     done = [0, 2, 3, 5, 6]
-    found = [one for one in reads.found if one[1] != done[one[2]]]
-    assert found == []
+    assert [one for one in reads.found if one[1] != done[one[2]]] == []
 
 
 # -- on another number of ranks --
@@ -374,8 +369,7 @@ def test_three_ranks_go_on_with_what_two_have_begun(teams, tmp_path):
     """Eight samples are done. Four minibatches of six make an epoch: two are left of it, and the next one is whole."""
     teams.run(_fails_on_two, tmp_path)
     by_rank = teams.run(_goes_on_on_three, tmp_path, world_size=3)
-    found = len([n for sizes, _, _ in by_rank for n in sizes])
-    assert found == 12 + len(SAMPLES)
+    assert len([n for sizes, _, _ in by_rank for n in sizes]) == 12 + len(SAMPLES)
     for _, steps, messages in by_rank:
         assert steps == 1 + 2 + 4
         assert [text for text in messages if "at most 4 samples of the epoch are left out" in text]

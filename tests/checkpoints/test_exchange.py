@@ -218,8 +218,7 @@ def _assert_same(found: dict[str, Tensor], straight: dict[str, Tensor], how: str
     # Six steps of AdamW by up to 0.01; from forgotten moments one would differ by some 0.001.
     assert moved > 0.04
     for name, value in straight.items():  # sums in another order, which AdamW passes on relative to its step
-        difference = (found[name] - value).abs()
-        assert bool((difference <= 1e-5 + 1e-4 * value.abs()).all()), f"{how}: {name}"
+        assert bool(((found[name] - value).abs() <= 1e-5 + 1e-4 * value.abs()).all()), f"{how}: {name}"
 
 
 @pytest.mark.slow
@@ -273,8 +272,7 @@ def test_load_from_checkpoint(folder):
 
 def test_what_a_sharded_checkpoint_is_made_of(folder):
     path = folder / "odc sharded"
-    found = set(os.listdir(path))
-    assert found == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
+    assert set(os.listdir(path)) == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
     rest = torch.load(path / "meta.pt", weights_only=True)
     assert "pytorch-lightning_version" in rest
     assert not {"state_dict", "optimizer_states"} & set(rest)

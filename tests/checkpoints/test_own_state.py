@@ -113,7 +113,8 @@ def test_a_checkpoint_holds_what_the_module_saves_and_loads(
         saved = torch.load(path, weights_only=True)["state_dict"]
         assert saved.keys() == expected.keys()
         for name, value in saved.items():
-            assert not isinstance(value, Tensor) or torch.equal(value, expected[name])
+            if isinstance(value, Tensor):
+                assert torch.equal(value, expected[name])
     again = make()
     again.strict_loading = make is not LeavesOut
     fit(

@@ -72,8 +72,7 @@ def _balanced(rank: int, **options: Any) -> Any:
         hang_report_after=None,
     )
     del options["deterministic"]
-    generator = torch.Generator().manual_seed(3)
-    loader = plain(shuffle=True, generator=generator)
+    loader = plain(shuffle=True, generator=torch.Generator().manual_seed(3))
     return Padded(), loader, trainer(2, strategy=strategy, limit_train_batches=3, **options)
 
 
@@ -189,9 +188,7 @@ def test_a_fit_stopped_in_mid_epoch_goes_on_as_under_stock_lightning_or_at_its_p
         seen += [length for microbatch in module.sizes for length in microbatch]
     assert t.global_step == steps
     if balance:
-        found = sorted(n for own in of_all_ranks(seen) for n in own)
-        expected = sorted([*range(2, 26)] * 3)
-        assert found == expected
+        assert sorted(n for own in of_all_ranks(seen) for n in own) == sorted([*range(2, 26)] * 3)
 
 
 #: Who takes up a checkpoint of the middle of an epoch. "odc" has the samples that are left; others begin where

@@ -80,8 +80,7 @@ def test_a_minibatch_has_the_samples_that_all_ranks_have_under_stock_lightning()
             for step in range(len(balanced)):
                 stock = [index for own in per_rank for index in own[step * share : (step + 1) * share]]
                 plan = balanced.plan(step, epoch).microbatches
-                found = sorted(index for rank in plan for own in rank for index in own)
-                assert found == sorted(stock)
+                assert sorted(index for rank in plan for own in rank for index in own) == sorted(stock)
 
 
 class OwnSampler(SequentialSampler):
@@ -155,8 +154,7 @@ def test_by_default_no_microbatch_is_larger_than_the_largest_batch():
     assert convert(batch_size=50).max_tokens == 13, "there is no whole batch"
     equal: DataLoader[Any] = DataLoader([torch.zeros(5)] * 16, batch_size=4)  # type: ignore[arg-type]
     balanced = balanced_from(equal, num_replicas=2, rank=0)
-    found = [[len(batch) for batch in minibatch] for minibatch in balanced]
-    assert found == [[4], [4]]
+    assert [[len(batch) for batch in minibatch] for minibatch in balanced] == [[4], [4]]
 
 
 def test_rows_that_are_rounded_above_the_cap_are_refused_at_once():

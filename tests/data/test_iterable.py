@@ -69,16 +69,13 @@ def test_ranks_together_see_every_sample_once():
         for epoch in range(2):
             minibatches = []
             for step, shares in enumerate(zip(*ranks, strict=True)):
-                found = len({share.plan for share in shares})
-                assert found == 1
+                assert len({share.plan for share in shares}) == 1
                 assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
                 weighted = [m for share in shares for m, weight in share.weighted() if weight]
                 minibatches.append(sorted(int(sample[0]) for microbatch in weighted for sample in microbatch))
-            found = sorted(chain(*minibatches))
-            assert found == list(range(23))
+            assert sorted(chain(*minibatches)) == list(range(23))
             if not shuffle:
-                expected = [list(range(i, min(i + 4, 23))) for i in range(0, 23, 4)]
-                assert minibatches == expected
+                assert minibatches == [list(range(i, min(i + 4, 23))) for i in range(0, 23, 4)]
 
 
 def test_shuffling_stays_in_the_window_in_which_regrouping_lets_large_samples_meet():
@@ -87,8 +84,7 @@ def test_shuffling_stays_in_the_window_in_which_regrouping_lets_large_samples_me
     assert epochs[0] != epochs[1]
     for order in epochs:
         windows = [sorted(order[i : i + 10]) for i in (0, 10, 20)]
-        expected = [list(range(10)), list(range(10, 20)), [20, 21, 22]]
-        assert windows == expected
+        assert windows == [list(range(10)), list(range(10, 20)), [20, 21, 22]]
     ranks = [loader(Sized([9, 1, 1, 1] * 4), regroup=True, window=4, rank=rank) for rank in range(2)]
     minibatches = zip(*map(seen, ranks), strict=True)
     large = [sum(len(row) == 9 for share in shares for row in share) for shares in minibatches]
@@ -116,21 +112,17 @@ def test_a_stream_is_read_by_the_window_by_one_worker_and_learns_of_the_epoch():
     for num_workers in (0, 1):
         balanced = loader(Epochs(), num_workers=num_workers, persistent_workers=num_workers > 0)
         for epoch in range(3):
-            smallest = min(row[0] for share in seen(balanced) for row in share)
-            assert smallest // 100 == epoch
+            assert min(row[0] for share in seen(balanced) for row in share) // 100 == epoch
     with pytest.warns(UserWarning, match="write num_workers=1"):
         assert len(list(loader(num_workers=2))) == 6
 
 
 def test_how_many_minibatches_there_are():
     assert len(loader(drop_last=True)) == 5
-    found = len(list(loader(drop_last=True)))
-    assert found == 5
-    found = len(list(loader(Endless(), drop_last=True)))
-    assert found == 5
+    assert len(list(loader(drop_last=True))) == 5
+    assert len(list(loader(Endless(), drop_last=True))) == 5
     dataset = Endless([5] * 24)
-    found = len(list(loader(dataset, drop_last=True)))
-    assert found == 6
+    assert len(list(loader(dataset, drop_last=True))) == 6
     with pytest.raises(TypeError):
         len(loader(Endless()))
 
@@ -184,5 +176,4 @@ def test_samples_are_checked_as_they_come():
     with pytest.raises(LengthsUnknownError):
         list(loader(iter([object()])))
     dataset = iter(["a text", "b"])
-    found = len(list(loader(dataset, length_fn=len)))
-    assert found == 1
+    assert len(list(loader(dataset, length_fn=len))) == 1

@@ -44,12 +44,10 @@ def test_plans_are_behind_by_the_lag_however_much_is_known():
     first = ranks[0]
     for learning in ranks:
         learning.lag = 3
-    found = [first.at(number).cost for number in range(3)]
-    assert found == [None] * 3
+    assert [first.at(number).cost for number in range(3)] == [None] * 3
     known = []
     for number in range(6):
-        found = [learning.begin_minibatch() for learning in ranks]
-        assert found == [number] * 2
+        assert [learning.begin_minibatch() for learning in ranks] == [number] * 2
         step(ranks, number)
         known.append(first.cost.found)
     assert known[0] is None, "too little is measured"
@@ -128,18 +126,15 @@ def test_ranks_plan_alike_and_the_slow_one_gets_less(workers, accumulate):
     """A resumed run measures again, so other ranks may run its samples, which are the same."""
     whole, begun, resumed = (Run(accumulate, **workers) for _ in range(3))
     texts = whole.go(3)
-    found = begun.go(1, steps=2)
-    assert found == texts[:2]
+    assert begun.go(1, steps=2) == texts[:2]
     for done, balanced in zip(begun.loaders, resumed.loaders, strict=True):
         balanced.load_state_dict(json.loads(json.dumps(done.state_dict())))
-    found = len(resumed.go(3))
-    assert found == len(texts) - 2
+    assert len(resumed.go(3)) == len(texts) - 2
     learnt = whole.loaders[0]._prepare().learning.cost
     assert learnt is not None
     cost = learnt.found
     assert isinstance(cost, SpeedCost)
-    found = cost.speeds[0]
-    assert found > 2 * cost.speeds[1]
+    assert cost.speeds[0] > 2 * cost.speeds[1]
     for balanced in whole.loaders:
         balanced._iterator = None
 
@@ -161,8 +156,7 @@ def test_a_stream_learns_where_it_is_planned():
         measured = [times(rank, share) for rank, share in enumerate(shares)]
         meet(measured, shares)
     assert counts[0] == [4, 4]
-    found = counts[-1]
-    assert found == [6, 2]
+    assert counts[-1] == [6, 2]
 
 
 def test_costs_that_are_none_are_refused():
@@ -178,12 +172,8 @@ def test_every_minibatch_knows_what_is_in_it():
     for policy in ("lb_mini", "local_sort"):
         for share in loader(balance=policy):
             assert share.origin is not None
-            expected = [[len(s) for s in m] for m in share]
-            found = [d.lengths for d in share.origin.details]
-            assert found == expected
-            expected = [(0, 0, int(m[0][0]), 1) for m in share]
-            found = [d.seed for d in share.origin.details]
-            assert found == expected
+            assert [d.lengths for d in share.origin.details] == [[len(s) for s in m] for m in share]
+            assert [d.seed for d in share.origin.details] == [(0, 0, int(m[0][0]), 1) for m in share]
             seeds.update(d.seed for d in share.origin.details)
             origin = share.map(lambda m: m).origin
             assert origin is share.origin
@@ -269,8 +259,7 @@ def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it() -> None:
             assert isinstance(minibatch, Minibatch)
             assert minibatch.origin is not None
             largest = max(sum(map(len, batch)) for batch in minibatch)
-            found = "memory" in own.state_dict()
-            assert found == (number > 1), "nothing is learnt before"
+            assert ("memory" in own.state_dict()) == (number > 1), "nothing is learnt before"
             assert minibatch.origin.learning is not None
             minibatch.origin.learning.observe(number, [[]], [[(36, 4)] if number == 1 else []])
         assert own.max_tokens == expected

@@ -97,15 +97,12 @@ def test_ranks_together_see_every_sample_once(policy, workers):
         for step, shares in enumerate(zip(*ranks, strict=True)):
             for share in shares:
                 assert isinstance(share, Minibatch)
-            found = len({share.plan for share in shares})
-            assert found == 1
+            assert len({share.plan for share in shares}) == 1
             assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
             for microbatch, weight in chain(*(share.weighted() for share in shares)):
-                total = sum(len(sample) for sample in microbatch)
-                assert weight in (0, total)
+                assert weight in (0, sum(len(sample) for sample in microbatch))
                 together += [int(sample[0]) for sample in microbatch if weight]
-        expected = list(range(23))
-        assert sorted(together) == expected
+        assert sorted(together) == list(range(23))
         assert step == 5
 
 
@@ -200,17 +197,14 @@ def check_resuming(at: tuple[int, ...], per_epoch: int, **options: Any) -> list[
         assert resumed.state_dict() == states[done]
         three = [[item_of(item) for item in resumed] for _ in range(3)]
         assert three[0], "the end of an epoch is the beginning of the next"
-        found = [*chain(*three)][: len(expected) - done]
-        assert found == expected[done:], f"after {done}"
+        assert [*chain(*three)][: len(expected) - done] == expected[done:], f"after {done}"
     return expected
 
 
 def test_a_loaded_state_goes_on_exactly_there_and_workers_change_nothing():
     plain = check_resuming((0, 1, 3, 6, 7, 11, 12), 6)
-    found = check_resuming((3, 6), 6, **WORKERS[1])
-    assert found == plain
-    found = check_resuming((3, 7), 6, **WORKERS[2])
-    assert found == plain
+    assert check_resuming((3, 6), 6, **WORKERS[1]) == plain
+    assert check_resuming((3, 7), 6, **WORKERS[2]) == plain
 
 
 def test_a_state_is_plain_and_the_same_on_all_ranks():
@@ -251,8 +245,7 @@ def test_a_state_of_another_number_of_ranks_repeats_no_sample():
     alone.load_state_dict(ranks[0].state_dict())
     with pytest.warns(UserWarning, match="saved with 4 samples per minibatch on all ranks, now there are 2"):
         rest = [index for share in alone for m in seen(share) for index in m]
-    found = sorted(done + rest)
-    assert found == list(range(23))
+    assert sorted(done + rest) == list(range(23))
 
 
 def test_stealing_comes_with_everybodys_work_and_any_microbatch_can_be_read_again():
@@ -312,16 +305,14 @@ def test_workers_end_with_a_pass_that_is_given_up_and_kept_ones_with_their_loade
     iterator = iter(loader(num_workers=1))
     next(iterator)
     active_children = set(multiprocessing.active_children())
-    found = len(active_children - others)
-    assert found == 1
+    assert len(active_children - others) == 1
     iterator.close()  # type: ignore[attr-defined]
     assert set(multiprocessing.active_children()) <= others
     gc.disable()  # not some time later
     try:
         balanced = loader(num_workers=1, persistent_workers=True)
         passes(balanced)
-        found = len(set(multiprocessing.active_children()) - others)
-        assert found == 1
+        assert len(set(multiprocessing.active_children()) - others) == 1
         del balanced
         assert set(multiprocessing.active_children()) <= others
     finally:
@@ -369,17 +360,14 @@ def test_a_position_in_minibatches_of_another_size():
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = translated(start, order, Order("a", size))
-            assert found == expected
+            assert translated(start, order, Order("a", size)) == expected
         if size == 8:
             said = []
         else:
             said = ["The loader's state was saved with 8 samples per minibatch on"]
-        found = [str(w.message)[:60] for w in caught]
-        assert found == said
+        assert [str(w.message)[:60] for w in caught] == said
         for w in caught:
-            found = str(w.message)
-            assert f"at most {lost} samples of the epoch are left out" in found
+            assert f"at most {lost} samples of the epoch are left out" in str(w.message)
     progress = Progress()
     state = progress.state(order)
     progress.load({**state, "minibatches": 2})

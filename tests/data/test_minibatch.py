@@ -12,13 +12,11 @@ from tests.support.refusals import assert_refused
 
 
 def test_it_is_a_sequence_of_microbatches():
-    microbatches = iter(["a", "b"])
-    share = Minibatch(microbatches, weights=[3, 5], plan="p")
+    share = Minibatch(iter(["a", "b"]), weights=[3, 5], plan="p")
     assert len(share) == 2
     assert list(share) == ["a", "b"]
     assert share[1] == "b"
-    found = list(share.weighted())
-    assert found == [("a", 3.0), ("b", 5.0)]
+    assert list(share.weighted()) == [("a", 3.0), ("b", 5.0)]
     assert repr(share) == "Minibatch(2 microbatches, weights=[3.0, 5.0])"
     twice = share.map(lambda x: x * 2)
     assert twice.microbatches == ["aa", "bb"]
@@ -27,29 +25,24 @@ def test_it_is_a_sequence_of_microbatches():
     minibatch = list(Minibatch([]))
     weighted = list(Minibatch([]).weighted())
     assert minibatch == weighted == []
-    found = list(Minibatch(["a"]).weighted())
-    assert found == [("a", 1.0)]
+    assert list(Minibatch(["a"]).weighted()) == [("a", 1.0)]
 
 
 def test_lightnings_collection_helpers_keep_weights_and_plan():
-    microbatches = [{"x": torch.ones(2)}, {"x": torch.zeros(2)}]
-    share = Minibatch(microbatches, weights=[1, 2], plan="p")
+    share = Minibatch([{"x": torch.ones(2)}, {"x": torch.zeros(2)}], weights=[1, 2], plan="p")
     halved = apply_to_collection(share, torch.Tensor, torch.Tensor.half)
     assert isinstance(halved, Minibatch)
-    found = [batch["x"].dtype for batch in halved]
-    assert found == [torch.float16] * 2
+    assert [batch["x"].dtype for batch in halved] == [torch.float16] * 2
     assert halved.weights == [1.0, 2.0]
     assert halved.plan == "p"
 
 
 def test_pinning_reaches_every_tensor_and_keeps_the_rest(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 10)  # real pinning takes a GPU
-    microbatches = [{"x": torch.tensor(1), "n": 3}, (torch.tensor(2), "text")]
-    share = Minibatch(microbatches, weights=[1, 2], plan="p")
+    share = Minibatch([{"x": torch.tensor(1), "n": 3}, (torch.tensor(2), "text")], weights=[1, 2], plan="p")
     share.origin = LoaderFacts([])
     pinned = share.pin_memory()
-    expected = [{"x": torch.tensor(11), "n": 3}, (torch.tensor(12), "text")]
-    assert pinned.microbatches == expected
+    assert pinned.microbatches == [{"x": torch.tensor(11), "n": 3}, (torch.tensor(12), "text")]
     assert pinned.weights == [1.0, 2.0]
     assert pinned.plan == "p"
     assert pinned.origin == share.origin
@@ -66,8 +59,7 @@ def test_bad_arguments():
 
 
 def shares(*sizes: tuple[int, ...], lengths: list[int] | None = None) -> Minibatch:
-    microbatches = [{"x": torch.ones(size), "name": "a"} for size in sizes]
-    share = Minibatch(microbatches)
+    share = Minibatch([{"x": torch.ones(size), "name": "a"} for size in sizes])
     if lengths is not None:
         details = [MicrobatchFacts([4] * length, (0,)) for length in lengths]
         share.origin = LoaderFacts(details)
@@ -81,8 +73,7 @@ def test_a_single_microbatch_is_the_batch_that_hooks_see():
     assert Minibatch([torch.ones(2, 3)]).shape == (2, 3)
     with pytest.raises(TypeError, match=r'Trainer\(strategy="odc"'):
         share.to("cpu")
-    again = copy.deepcopy(share)
-    assert again["name"] == "a"
+    assert copy.deepcopy(share)["name"] == "a"
     with pytest.raises(KeyError):
         share["y"]
     with pytest.raises(AttributeError, match="no attribute 'colour'"):

@@ -59,25 +59,19 @@ def test_every_sample_is_in_one_microbatch_of_its_minibatch(
         own = samples(plan)
         seen.append(own)
         total = sum(lengths[index] if weighting != "sample" else 1 for index in own)
-        found = sum(chain.from_iterable(plan.weights))
-        assert found == total
+        assert sum(chain.from_iterable(plan.weights)) == total
         if policy != "local_sort":
             for rank in plan.microbatches:
                 for m in rank:
-                    found = sum(lengths[i] for i in m)
-                    assert found <= 40
+                    assert sum(lengths[i] for i in m) <= 40
         if made.recipe.policy in COLLECTIVE_SAFE:
-            found = len({len(rank) for rank in plan.microbatches})
-            assert found == 1
+            assert len({len(rank) for rank in plan.microbatches}) == 1
         elif len(own) >= num_replicas:
-            found = len(samples(plan, weightless=True))
-            assert found == len(own), "no sample twice"
+            assert len(samples(plan, weightless=True)) == len(own), "no sample twice"
     assert len(seen) == len(made)
     sizes = [len(own) for own in seen]
-    expected = [minibatch_size * num_replicas] * (len(sizes) - 1)
-    assert sizes[:-1] == expected
-    expected = list(range(len(lengths)))
-    assert sorted(chain.from_iterable(seen)) == expected
+    assert sizes[:-1] == [minibatch_size * num_replicas] * (len(sizes) - 1)
+    assert sorted(chain.from_iterable(seen)) == list(range(len(lengths)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -88,13 +82,10 @@ def test_regrouping_moves_samples_within_their_window_only(lengths, window, shuf
     made = schedule(lengths, window=window, regroup=True, shuffle=shuffle, drop_last=drop_last)
     order = made.order(2)
     seen = [sorted(made.samples(2, step).tolist()) for step in range(len(made))]
-    found = [len(own) for own in seen[:-1]]
-    expected = [6] * (len(seen) - 1)
-    assert found == expected
+    assert [len(own) for own in seen[:-1]] == [6] * (len(seen) - 1)
     for first in range(0, len(seen), window):
         together = sorted(chain.from_iterable(seen[first : first + window]))
-        expected = sorted(order[first * 6 : first * 6 + len(together)].tolist())
-        assert together == expected
+        assert together == sorted(order[first * 6 : first * 6 + len(together)].tolist())
     again = schedule(lengths, window=window, regroup=True, shuffle=shuffle, drop_last=drop_last)
     found = sorted(again.samples(2, len(made) - 1).tolist())
     assert found == seen[-1], "from the middle as from the beginning"
@@ -114,13 +105,10 @@ def test_ranks_that_are_alike_take_turns():
 def test_parts_stay_where_ranks_differ_and_while_a_cost_is_learnt():
     made = schedule([9, 2] * 8, 2, minibatch_size=1, cost=with_speeds("tokens", [1, 0.5]))
     expected = [[[2 * step]] for step in range(8)]
-    found = [plan.microbatches[0] for plan in plans(made)]
-    assert found == expected
+    assert [plan.microbatches[0] for plan in plans(made)] == expected
     made = schedule([9, 8], 2, minibatch_size=1)
-    found = made.plan(1, 0, with_speeds("tokens", [1.0, 0.9])).microbatches
-    assert found == [[[0]], [[1]]]
-    found = made.plan(1, 0, with_speeds("tokens", [1.0, 1.0])).microbatches
-    assert found == [[[1]], [[0]]]
+    assert made.plan(1, 0, with_speeds("tokens", [1.0, 0.9])).microbatches == [[[0]], [[1]]]
+    assert made.plan(1, 0, with_speeds("tokens", [1.0, 1.0])).microbatches == [[[1]], [[0]]]
     assert made.plan(1, 0).microbatches == [[[1]], [[0]]]
 
 
@@ -141,16 +129,13 @@ def test_folded_minibatches_are_the_optimizer_steps_of_accumulated_batches(
     else:
         accumulated = -(-num_samples // per_batch)
     recipe = BatchOptions(size * batches, drop_last=drop_last, batch_size=size)
-    found = recipe.count_minibatches(num_samples, num_ranks)
-    assert found == -(-accumulated // batches)
+    assert recipe.count_minibatches(num_samples, num_ranks) == -(-accumulated // batches)
     if accumulated:
         lengths = Lengths(np.full(num_samples, 3))
-        options = replace(recipe, window=2, regroup=True)
-        made = EpochPlan(lengths, Recipe(options), num_ranks)
+        made = EpochPlan(lengths, Recipe(replace(recipe, window=2, regroup=True)), num_ranks)
         used = [index for plan in plans(made) for index in samples(plan)]
         count = min(num_samples, accumulated * per_batch)
-        expected = list(range(count))
-        assert sorted(used) == expected
+        assert sorted(used) == list(range(count))
 
 
 def test_a_last_minibatch_of_fewer_samples_than_ranks_alone_has_weightless_microbatches():
@@ -159,12 +144,10 @@ def test_a_last_minibatch_of_fewer_samples_than_ranks_alone_has_weightless_micro
         plan = made.plan(0, 1)
         assert samples(plan) == [6]
         if made.recipe.policy in COLLECTIVE_SAFE:
-            found = [weight for weights in plan.weights for weight in weights].count(0.0)
-            assert found == 2
+            assert [weight for weights in plan.weights for weight in weights].count(0.0) == 2
             assert plan.microbatches == [[[6]]] * 3
         else:
-            found = sorted(len(rank) for rank in plan.microbatches)
-            assert found == [0, 0, 1]
+            assert sorted(len(rank) for rank in plan.microbatches) == [0, 0, 1]
         lengths = range(1, 25)
         for plan in plans(schedule(lengths, policy=policy, max_tokens=24)):
             for weights in plan.weights:
@@ -172,8 +155,7 @@ def test_a_last_minibatch_of_fewer_samples_than_ranks_alone_has_weightless_micro
                     assert weight > 0
     assert len(schedule()) == 4
     assert len(schedule(drop_last=True)) == 3
-    found = len(schedule(range(1, 25), drop_last=True))
-    assert found == 4
+    assert len(schedule(range(1, 25), drop_last=True)) == 4
 
 
 def test_weightings():
@@ -197,10 +179,8 @@ def test_the_text_tells_plans_apart():
         (range(1, 24), {"cost": "tokens", "weighting": "sample"}),
     ):
         others.append(schedule(lengths, shuffle=True, **other).plan(0, 0).text)
-    found = len({text, *others})
-    assert found == 1 + len(others)
-    expected = schedule(shuffle=True).plan(0, 0).text
-    assert text == expected
+    assert len({text, *others}) == 1 + len(others)
+    assert text == schedule(shuffle=True).plan(0, 0).text
     assert others[0].startswith("lb_mini, seed 0, epoch 0, minibatch 1, lengths ")
 
 

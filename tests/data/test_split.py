@@ -39,12 +39,9 @@ def test_packed_rows_are_cut_down_to_their_samples(lengths: list[int], weight: f
                 [task.weight * count for count in counts]
             )
     assert len(found) == len(lengths)
-    total = sum(task.weight for task in found)
-    assert total == pytest.approx(weight)
+    assert sum(task.weight for task in found) == pytest.approx(weight)
     for task, sample in zip(found, tokens, strict=True):
-        expected = PackingCollator()([sample])
-        actual = dict(task.microbatch)
-        assert_close(actual, expected, rtol=0, atol=0)
+        assert_close(dict(task.microbatch), PackingCollator()([sample]), rtol=0, atol=0)
 
 
 def test_rows_are_also_found_by_positions() -> None:
@@ -52,10 +49,8 @@ def test_rows_are_also_found_by_positions() -> None:
     task = Task(row, 1.0, None)
     parts = parts_of(task, Rule("token"))
     first, second = (part.microbatch for part in parts)
-    found = first["input_ids"].tolist()
-    assert found == [[1, 2, 3]]
-    found = second["position_ids"].tolist()
-    assert found == [[0, 1]]
+    assert first["input_ids"].tolist() == [[1, 2, 3]]
+    assert second["position_ids"].tolist() == [[0, 1]]
 
 
 class Pair(NamedTuple):
@@ -84,8 +79,7 @@ def test_tensors_are_cut_along_the_batch() -> None:
         task = Task(make(x, names), 6.0, None)
         first, second = parts_of(task, Rule("token"))
         assert type(first.microbatch) is type(make(x, names))
-        found = [one.weight for one in (first, second)]
-        assert found == [2.0, 4.0]
+        assert [one.weight for one in (first, second)] == [2.0, 4.0]
         expected = repr(make(x[1:], names[1:]))
         assert repr(second.microbatch) == expected
 
@@ -94,26 +88,20 @@ def test_what_has_no_samples_to_count_is_not_cut_and_what_can_be_read_again_is()
     rows = (torch.ones(3, 2), torch.ones(4))
     for batch in (torch.ones(1, 9), torch.ones(9, dtype=torch.long), rows, "text", {}, None):
         task = Task(batch, 1.0, None)
-        found = parts_of(task, Rule("token"))
-        assert found == []
+        assert parts_of(task, Rule("token")) == []
 
     def read(indices: list[int]) -> Task:
         return Task(f"batch of {indices}", float(len(indices)), None)
 
     rereader = Rereader([5, 6, 7], read, lambda: ([], []))
     detail = MicrobatchFacts([9, 1, 2], (0,), rereader)
-    found = parts_of(Task("not looked at", 3.0, detail), Rule("token"))
-    expected = [read([5]), read([6, 7])]
-    assert found == expected
+    assert parts_of(Task("not looked at", 3.0, detail), Rule("token")) == [read([5]), read([6, 7])]
     microbatch_facts = MicrobatchFacts([9], (0,), Rereader([5], read, lambda: ([], [])))
-    found = parts_of(Task("", 1.0, microbatch_facts), Rule("token"))
-    assert found == []
+    assert parts_of(Task("", 1.0, microbatch_facts), Rule("token")) == []
     whole = Task(torch.ones(4, 2), 1.0, MicrobatchFacts([2, 2, 2, 2], (3, 1)))
     first, second = parts_of(whole, Rule("token"))
-    expected = MicrobatchFacts([2, 2], (3, 1))
-    assert first.detail == expected, "it keeps the random numbers"
-    expected = MicrobatchFacts([2, 2], (3, 1, 2))
-    assert second.detail == expected
+    assert first.detail == MicrobatchFacts([2, 2], (3, 1)), "it keeps the random numbers"
+    assert second.detail == MicrobatchFacts([2, 2], (3, 1, 2))
 
 
 def test_weights_of_parts_that_are_read_again_add_up_to_that_of_the_whole() -> None:
@@ -122,14 +110,11 @@ def test_weights_of_parts_that_are_read_again_add_up_to_that_of_the_whole() -> N
     data = BalancedDataLoader(dataset, minibatch_size=4, weighting="token", **options)
     (task,) = next(iter(data)).tasks()
     parts = parts_of(task, Rule("token"))
-    found = sum(part.weight for part in parts)
-    assert found == pytest.approx(task.weight)
+    assert sum(part.weight for part in parts) == pytest.approx(task.weight)
     for part in [*parts, *parts_of(parts[0], Rule("token"))]:
         assert part.detail is not None
         assert part.detail.samples is not None
-        total = sum(index + 1 for index in part.detail.samples.indices)
-        expected = pytest.approx(total)
-        assert part.weight == expected
+        assert part.weight == pytest.approx(sum(index + 1 for index in part.detail.samples.indices))
 
 
 def test_packed_rows_are_cut_with_all_that_belongs_to_samples_or_not_at_all() -> None:
@@ -140,8 +125,7 @@ def test_packed_rows_are_cut_with_all_that_belongs_to_samples_or_not_at_all() ->
     assert first["names"] == ["a"]
     assert second["names"] == ["b"]
     images = {**row, "images": [torch.ones(2, 2), torch.ones(3, 3)]}
-    found = parts_of(Task(images, 1.0, None), Rule("token"))
-    assert found == []
+    assert parts_of(Task(images, 1.0, None), Rule("token")) == []
 
 
 def test_samples_of_the_data_set_can_be_read_beside_a_microbatch() -> None:

@@ -108,8 +108,7 @@ def run_page(page: Path) -> None:
     environment = dict(os.environ)
     try:
         for block in fragments(page):
-            text = "\n" * (block.line - 1) + block.text
-            exec(compile(text, str(page), "exec"), namespace)
+            exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
     finally:
         vars(sys).pop("ps1", None)  # a page of notebook cells takes an interactive session as given
         os.environ.clear()  # of what Lightning writes for the processes it starts

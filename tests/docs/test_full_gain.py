@@ -28,8 +28,7 @@ def test_every_diff_turns_one_program_into_the_next() -> None:
     script = next(block.text for block in blocks(full_gain.PAGE) if block.is_program)
     programs = full_gain.programs()
     assert list(programs) == [*ON_DEMAND, "nodes"]
-    found = len({script, *programs.values()})
-    assert found == 8
+    assert len({script, *programs.values()}) == 8
     assert "lightning_odc" not in script
     for program in programs.values():
         compile(program, "finetune.py", "exec")
@@ -76,8 +75,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]
 def test_programs_run_as_files(step: str, runs: dict[str, tuple[str, Path]]) -> None:
     output, folder = runs[step]
     reads = [int((folder / f"reads-{rank}").read_text()) for rank in range(2)]
-    expected = 2 * [ON_DEMAND[step]]
-    assert [number > 0 for number in reads] == expected
+    assert [number > 0 for number in reads] == 2 * [ON_DEMAND[step]]
     assert "stopped: `max_epochs=2` reached" in output
     assert ("Plan: policy" in output) == (step in ("switch", "pack"))
     assert ("packs samples into one row" in output) == (step == "pack")
@@ -106,8 +104,7 @@ def test_the_last_program_runs_on_two_nodes(tmp_path: Path) -> None:
     assert sorted(reads) == expected
     for number in reads.values():
         assert number > 0
-    seconds = full_gain.figures(first, program)["seconds"]
-    assert seconds > 0
+    assert full_gain.figures(first, program)["seconds"] > 0
     assert "DeviceIdleMonitor, epoch" not in second
 
 
@@ -145,5 +142,4 @@ def test_first_screens_show_one_run_of_the_example() -> None:
 def test_the_page_of_the_full_gain_compares_planned_ddp_by_its_medians() -> None:
     steps = json.loads(full_gain.DATA.read_text())["steps"]
     planned, switched = [f"{statistics.median(steps[step]['seconds']):.2f} s" for step in ("plan", "switch")]
-    text = " ".join(full_gain.PAGE.read_text().split())
-    assert f'{planned}, and `"odc"` takes {switched}' in text
+    assert f'{planned}, and `"odc"` takes {switched}' in " ".join(full_gain.PAGE.read_text().split())

@@ -70,8 +70,7 @@ def assert_exact(outcomes: list[Outcome], on_demand: bool) -> None:
 def test_every_script_is_a_case_on_the_page() -> None:
     files = {path.stem for path in FOLDER.glob("*.py")}
     assert files == {*EQUAL, "ways"}
-    shown = {block.file.removesuffix(".py") for block in blocks(PAGE) if block.is_program}
-    assert shown == files
+    assert {block.file.removesuffix(".py") for block in blocks(PAGE) if block.is_program} == files
 
 
 @pytest.mark.parametrize("case", EQUAL)
@@ -95,8 +94,7 @@ def test_a_case_stops_under_stock_sharding_because_ranks_are_unequal(case: str) 
 @pytest.mark.parametrize("way", ["stock", "odc"])
 def test_the_command_of_the_page_runs(way: str) -> None:
     command = f"torchrun --standalone --nproc-per-node 2 unequal_counts.py {way}"
-    lines = [line for block in blocks(PAGE) for line in block.text.splitlines()]
-    assert command in lines
+    assert command in [line for block in blocks(PAGE) for line in block.text.splitlines()]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]],
         cwd=FOLDER,

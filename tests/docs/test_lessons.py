@@ -49,18 +49,15 @@ def test_the_sliders_compute_what_the_replay_computes(tmp_path):
         said = subprocess.run(["node", "-e", asked], capture_output=True, text=True, check=True)
         found = json.loads(said.stdout)
         lengths = [length for rank in found["times"] for length in rank]
-        expected = [4] * ranks
-        assert [len(rank) for rank in found["times"]] == expected
+        assert [len(rank) for rank in found["times"]] == [4] * ranks
         assert sum(lengths) / len(lengths) == pytest.approx(1)
         assert (max(lengths) - min(lengths) > 1) == (sigma > 0)
         for run, meeting in zip(found["runs"], ("layer", "minibatch"), strict=True):
             pieces = replay(layered(found["times"], layers=4), meeting)
-            total = sum(piece.end - piece.begin for piece in pieces if piece.idle)
-            waiting = total / ranks
+            waiting = sum(piece.end - piece.begin for piece in pieces if piece.idle) / ranks
             assert run["time"] == pytest.approx(duration(pieces))
             assert run["idle"] == pytest.approx(waiting, abs=1e-9)
-            expected = pytest.approx(idle_fraction(pieces), abs=1e-9)
-            assert run["fraction"] == expected
+            assert run["fraction"] == pytest.approx(idle_fraction(pieces), abs=1e-9)
 
 
 def test_the_protocol_holds_in_every_order_also_with_locks_and_two_units():
@@ -118,10 +115,7 @@ def test_plans_deal_every_sample_once_and_sort_each_share(
     assert counts == [ranks * [samples_per_rank]] * minibatches
     first_epoch = len(lengths) // (ranks * samples_per_rank)
     dealt = [index for minibatch in plan[:first_epoch] for share in minibatch for index in share]
-    found = len(set(dealt))
-    assert found == len(dealt)
+    assert len(set(dealt)) == len(dealt)
     for minibatch in plan:
         for share in minibatch:
-            expected = sorted((lengths[i] for i in share), reverse=True)
-            found = [lengths[index] for index in share]
-            assert found == expected
+            assert [lengths[index] for index in share] == sorted((lengths[i] for i in share), reverse=True)

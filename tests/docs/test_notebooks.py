@@ -37,18 +37,14 @@ def read(name):
 
 def test_every_notebook_is_its_source_and_was_run():
     assert build.names() == NAMES
-    found = [name[:3] for name in NAMES]
-    assert found == ["01_", "02_", "03_", "04_", "05_", "06_"]
+    assert [name[:3] for name in NAMES] == ["01_", "02_", "03_", "04_", "05_", "06_"]
     for name in NAMES:
         notebook = read(name)
         source = build.from_source(name)
         nbformat.validate(notebook)
         cells = build.cells_of(notebook)
-        expected = build.cells_of(source)
-        assert cells == expected, f"run: make notebooks ARGS='--write {name}'"
-        found = [cell.id for cell in notebook.cells]
-        expected = [cell.id for cell in source.cells]
-        assert found == expected, name
+        assert cells == build.cells_of(source), f"run: make notebooks ARGS='--write {name}'"
+        assert [cell.id for cell in notebook.cells] == [cell.id for cell in source.cells], name
         assert build.problems(notebook) == [], name
 
 
@@ -68,14 +64,11 @@ def test_texts_say_what_to_expect_and_end_with_exercises_and_their_links_lead_so
         targets = [target for text in texts for target in re.findall(r"\]\(([^)]+)\)", text)]
         local = [target.split("#")[0] for target in targets if not target.startswith("https://")]
         assert local, name
-        found = [target for target in local if not (FOLDER / target).is_file()]
-        assert found == [], name
+        assert [target for target in local if not (FOLDER / target).is_file()] == [], name
         plain = [re.sub(r"`[^`]*`", "", text) for text in texts]
-        found = [text for text in plain if re.search(r"\d ?(%|ms\b)", text)]
-        assert found == [], name
+        assert [text for text in plain if re.search(r"\d ?(%|ms\b)", text)] == [], name
     for index in (FOLDER / "README.md", ROOT / "docs" / "get-started.md", ROOT / "mkdocs.yml"):
-        found = [name for name in NAMES if name not in index.read_text()]
-        assert found == [], index
+        assert [name for name in NAMES if name not in index.read_text()] == [], index
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -125,8 +118,7 @@ def test_the_answer_is_the_replay_of_the_first_lesson_and_gives_way_to_the_reade
     times = [[1.0, 5.0, 2.0], [3.0, 1.0, 4.0], [2.0, 2.0, 2.0]]
     for meet, meeting in ((True, "microbatch"), (False, "minibatch")):
         pieces = replay(layered(times, layers=1, passes=1), meeting)
-        found = names["replay"](times, meet)
-        assert found == pytest.approx(duration(pieces))
+        assert names["replay"](times, meet) == pytest.approx(duration(pieces))
 
     def readers(times, meet):
         return names["answer"](times, meet)
@@ -165,8 +157,7 @@ def test_the_page_shows_everything_and_asks_nobody(name):
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     for file in pictures:
         assert re.search(rf"!\[[^\]]{{40,}}\]\({re.escape(file)}\)", page), f"{file} is not described"
-    expected = sum("image/png" in output.get("data", {}) for output in outputs)
-    assert len(pictures) == expected
+    assert len(pictures) == sum("image/png" in output.get("data", {}) for output in outputs)
     for output in outputs:
         assert output.get("text", "").rstrip() in page
     folded = [cell for cell in notebook.cells if "tags" in cell.metadata]
@@ -176,14 +167,12 @@ def test_the_page_shows_everything_and_asks_nobody(name):
         assert title == f"# @title {cell.metadata['title']}"  # what Colab and JupyterLab show of it
         assert f'<details markdown="1">\n{summary}\n\n````python\n{code}\n' in page
     assert page.count('<details markdown="1">') == page.count("</details>") > len(folded) > 0
-    found = page.replace(f"[Download it]({name}.ipynb)", "")
-    assert ".ipynb)" not in found
+    assert ".ipynb)" not in page.replace(f"[Download it]({name}.ipynb)", "")
     assert "../docs/" not in page
     figures = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
     for figure in figures:
         assert figure in page
-    expected = sum(figure.count("<script>") for figure in figures)
-    assert page.count("<script") == expected
+    assert page.count("<script") == sum(figure.count("<script>") for figure in figures)
     assert re.search(r'^description: "You will learn .+"$', page, re.MULTILINE)
 
 

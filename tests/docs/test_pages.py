@@ -85,8 +85,7 @@ def from_local_files(text: str, folder: Path) -> str:
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     (folder / "data").mkdir()
     rows = [{"instruction": f"Count to {n}", "output": "1 " * n} for n in range(1, 49)]
-    lines = [json.dumps(row) for row in rows]
-    (folder / "data" / "train.jsonl").write_text("\n".join(lines))
+    (folder / "data" / "train.jsonl").write_text("\n".join([json.dumps(row) for row in rows]))
     for name in ("model", "data"):
         text, count = re.subn(
             rf"^{name.upper()} = .*", f"{name.upper()} = {str(folder / name)!r}", text, flags=re.M
@@ -131,10 +130,8 @@ def without_times(text: str) -> list[str]:
 def test_programs_on_pages_are_the_files_of_examples() -> None:
     """A page includes its program. README cannot, and repeats it."""
     files = {path.name: path.read_text() for path in (ROOT / "examples").rglob("*.py")}
-    found = {program.file: program.text for program in programs()}
-    assert found == files
-    text = (ROOT / "README.md").read_text()
-    assert f"```python\n{files['compare.py']}```" in text
+    assert {program.file: program.text for program in programs()} == files
+    assert f"```python\n{files['compare.py']}```" in (ROOT / "README.md").read_text()
     assert told("README.md") == told("docs/get-started.md")
 
 
@@ -147,8 +144,7 @@ def test_the_example_prints_what_the_pages_show(tmp_path: Path) -> None:
     assert len(told("README.md")) == 12
     assert not [line for line in told("README.md") if line not in lines]
     # How large the gain is, `benchmarks.first_screen` measures: beside other tests a clock says nothing.
-    found = len(re.findall(r"[\d.]+ times as fast as ddp", output))
-    assert found == 3, output
+    assert len(re.findall(r"[\d.]+ times as fast as ddp", output)) == 3, output
 
 
 def test_the_first_screen_is_short_and_needs_no_glossary() -> None:
@@ -178,8 +174,7 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
         elif line.startswith("--"):
             command = "demo"
         if command:
-            options = asked.setdefault(command, set())
-            options.update(w for w in shlex.split(line) if w.startswith("--"))
+            asked.setdefault(command, set()).update(w for w in shlex.split(line) if w.startswith("--"))
     assert len(asked) >= 5
     assert {"benchmarks.harness", "benchmarks.sweep", "benchmarks.comm"} <= asked.keys()
     for command, options in asked.items():
@@ -239,10 +234,8 @@ def test_every_public_name_has_a_docstring_and_a_place_in_the_reference() -> Non
     sys.version_info[:2] != (3, 11), reason="argparse lays help out differently in each Python"
 )
 def test_the_page_of_the_command_line_and_the_advice_are_what_is_printed() -> None:
-    found = docs_cli.PAGE.read_text()
-    assert found == docs_cli.page(), "write it again: python -m tests.docs.cli"
-    found = docs_cli.ADVICE.read_text()
-    assert found == docs_cli.advice(), "write it again: python -m tests.docs.cli"
+    assert docs_cli.PAGE.read_text() == docs_cli.page(), "write it again: python -m tests.docs.cli"
+    assert docs_cli.ADVICE.read_text() == docs_cli.advice(), "write it again: python -m tests.docs.cli"
 
 
 @pytest.mark.slow
@@ -257,11 +250,10 @@ def test_the_site_is_built_without_importing_the_package(tmp_path: Path) -> None
     code = f"import sys; sys.modules.update({blocked}); from mkdocs.__main__ import cli; cli({build})"
     run(["-c", code], tmp_path)
     measured = list((ROOT / "docs" / "data").glob("gpu-*.json"))
-    assert measured or "Not measured" in (site / "gpus" / "index.html").read_text()
-    found = (site / "reference" / "index.html").read_text()
-    assert '#lightning_odc.ODCStrategy"' in found
-    text = (site / "reference" / "strategy" / "index.html").read_text()
-    assert 'id="lightning_odc.ODCStrategy"' in text
+    if not measured:
+        assert "Not measured" in (site / "gpus" / "index.html").read_text()
+    assert '#lightning_odc.ODCStrategy"' in (site / "reference" / "index.html").read_text()
+    assert 'id="lightning_odc.ODCStrategy"' in (site / "reference" / "strategy" / "index.html").read_text()
     home = (site / "index.html").read_text()
     assert "md-tabs__link" in home
     assert "<abbr title=" in home
@@ -277,8 +269,7 @@ MOST_OF_PAGE = {"design.md": 2_500}
 
 def test_the_documentation_stays_small() -> None:
     """Who adds a page or a section takes its words from somewhere; raw tables belong below ``docs/data``."""
-    text = (ROOT / "mkdocs.yml").read_text()
-    nav = text.partition("\nnav:")[2]
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     tabs = {
         tab.partition(":")[0]: re.findall(r"[\w/-]+\.md", tab)
         for tab in re.split(r"^  - ", nav, flags=re.M)[1:]

@@ -50,11 +50,11 @@ def test_edit_this_page_leads_to_the_file_that_is_edited(where: Address) -> None
             expected = f"https://github.com/me/it/edit/main/{source}"
         assert Page(None, file, config).edit_url == expected
         assert (ROOT / source).is_file()
-    found = (config.site_url or "", "version" in config.extra)
-    assert found == (where.documentation, False)
+    assert (config.site_url or "", "version" in config.extra) == (where.documentation, False)
     config.plugins["mike"] = config.plugins["search"]  # the list of versions is only where mike builds
     address.apply(config, where)
-    assert not where.source or config.extra["version"] == {"provider": "mike", "default": "latest"}
+    if where.source:
+        assert config.extra["version"] == {"provider": "mike", "default": "latest"}
 
 
 def test_badges_stand_where_the_readme_has_a_place_for_them() -> None:
@@ -74,13 +74,10 @@ def test_files_have_the_address_of_the_project() -> None:
     """If this fails: `make address`."""
     assert address.read("[project]\nname = 'it'") == Address()
     urls = '[project.urls]\nSource = "https://github.com/me/it/"\nDocumentation = "https://me.github.io/it"'
-    found = address.read(f"[project]\nname = 'it'\n{urls}")
-    assert found == HERE
+    assert address.read(f"[project]\nname = 'it'\n{urls}") == HERE
     readme, citation = ((ROOT / name).read_text() for name in ("README.md", "CITATION.cff"))
-    found = address.with_badges(readme, address.current())
-    assert found == readme
-    found = address.with_code(citation, address.current())
-    assert found == citation
+    assert address.with_badges(readme, address.current()) == readme
+    assert address.with_code(citation, address.current()) == citation
     there = address.with_code(citation, HERE)
     assert 'license: Apache-2.0\nrepository-code: "https://github.com/me/it"\n' in there
     assert address.with_code(there, Address()) == citation
@@ -97,8 +94,7 @@ def test_old_addresses_lead_to_pages_that_exist(tmp_path: Path) -> None:
         else:
             ending = f"{page}/"
         target = "../" * len(Path(old).parts) + ending
-        text = (tmp_path / old / "index.html").read_text()
-        assert f'content="0; url={target}"' in text
+        assert f'content="0; url={target}"' in (tmp_path / old / "index.html").read_text()
     with pytest.raises(FileExistsError):  # a page stands at the old address
         redirects.write(tmp_path)
 
@@ -133,8 +129,7 @@ def test_the_first_use_in_text_is_explained() -> None:
     page_text = tooltips.on_page_content(html, page=page, config=config)
     assert "<abbr" in page_text
     page.meta["tooltips"] = False  # a page can do without
-    found = tooltips.on_page_content(html, page=page, config=config)
-    assert found == html
+    assert tooltips.on_page_content(html, page=page, config=config) == html
 
 
 def test_every_entry_of_the_glossary_is_read() -> None:
@@ -142,11 +137,9 @@ def test_every_entry_of_the_glossary_is_read() -> None:
     entries = re.findall(r"^(.+) \{ #([\w-]+)( \.no-tooltip)? \}$", text, re.MULTILINE)
     assert len(entries) == text.count("\n:   ") > 40
     anchors = [anchor for _, anchor, _ in entries]
-    found = len({*anchors})
-    assert found == len(anchors)
+    assert len({*anchors}) == len(anchors)
     terms = tooltips.definitions(text)
-    expected = [term.lower() for term, _, quiet in entries if not quiet]
-    assert [*terms] == expected
+    assert [*terms] == [term.lower() for term, _, quiet in entries if not quiet]
     assert terms["microbatch"] == "What one forward and backward pass sees on one rank."
     assert not [
         term for term, said in terms.items() if not said.endswith(".") or re.search(r"[*`\[\]]", said)
@@ -263,8 +256,7 @@ def test_the_results_page_says_what_the_pictures_show(drawn: dict[str, str]) -> 
 
 def test_a_page_shows_both_twins_and_keeps_their_place() -> None:
     page = in_both_colours("See ![six samples](pictures/padding-light.svg), and ![b](b.svg).", DOCS)
-    text = (FOLDER / "padding-light.svg").read_text()
-    width, height = re.findall(r'(?:width|height)="(\d+)"', text)[:2]
+    width, height = re.findall(r'(?:width|height)="(\d+)"', (FOLDER / "padding-light.svg").read_text())[:2]
     shown = f"width={width} height={height} loading=lazy"
     assert page == (
         f"See ![six samples](pictures/padding-light.svg#only-light){{ {shown} }}"

@@ -44,12 +44,10 @@ def test_a_kept_unit_is_read_once_per_minibatch(rank, case):
     if case.get("reshard") is False:
         freed = 1
     everything = (freed * BLOCKS + 1) * count  # the root unit is freed after its backward pass only
-    expected = [everything] + [BLOCKS + 1] * (STEPS - 1)
-    assert result["reads"] == expected
+    assert result["reads"] == [everything] + [BLOCKS + 1] * (STEPS - 1)
     # Gradients, too: of all microbatches in the first step, then their sum.
     first, *others = result["added"]
-    expected = [first / count] * (STEPS - 1)
-    assert others == expected
+    assert others == [first / count] * (STEPS - 1)
 
 
 @on_ranks(2)
@@ -61,18 +59,14 @@ def test_what_is_kept_changes_nothing(rank, case, tolerance):
     other = kept(rank, 0, **case)
     count = COUNTS[rank]
     assert_same(one["parameters"], other["parameters"], tolerance)
-    expected = [(2 * BLOCKS + 1) * count] * STEPS
-    assert other["reads"] == expected
-    expected = [other["reads"][0]] + [BLOCKS + 1] * (STEPS - 1)
-    assert one["reads"] == expected
-    expected = [other["added"][0]] * STEPS
-    assert other["added"] == expected
+    assert other["reads"] == [(2 * BLOCKS + 1) * count] * STEPS
+    assert one["reads"] == [other["reads"][0]] + [BLOCKS + 1] * (STEPS - 1)
+    assert other["added"] == [other["added"][0]] * STEPS
     narrower = 1
     if "precision" in case:
         narrower = 2
     times = max(count / narrower, 1)  # sums are fp32
-    expected = [other["added"][0]] + [other["added"][0] / times] * (STEPS - 1)
-    assert one["added"] == expected
+    assert one["added"] == [other["added"][0]] + [other["added"][0] / times] * (STEPS - 1)
 
 
 def _scale_frozen(model: nn.Module, step: int) -> None:
@@ -95,15 +89,11 @@ def test_frozen_parameters_are_read_once_until_they_change(rank, deterministic):
     edited = kept(rank, ALL, edit=_scale_frozen, **options)
     assert_same(same["parameters"], one_process(net))
     assert_same(edited["parameters"], one_process(net, edit=_scale_frozen))
-    expected = [BLOCKS + 1, BLOCKS, BLOCKS]
-    assert same["reads"][1:] == expected  # the first block is frozen
-    expected = [BLOCKS + 1, BLOCKS + 1, BLOCKS]
-    assert edited["reads"][1:] == expected
+    assert same["reads"][1:] == [BLOCKS + 1, BLOCKS, BLOCKS]  # the first block is frozen
+    assert edited["reads"][1:] == [BLOCKS + 1, BLOCKS + 1, BLOCKS]
     # Of the second block, which has one frozen weight, the other parameters alone are read.
-    found = same["bytes"][2]
-    assert found < same["bytes"][1] * BLOCKS / (BLOCKS + 1)
-    expected = [same["bytes"][1]] * 2 + [same["bytes"][3]]
-    assert edited["bytes"][1:] == expected
+    assert same["bytes"][2] < same["bytes"][1] * BLOCKS / (BLOCKS + 1)
+    assert edited["bytes"][1:] == [same["bytes"][1]] * 2 + [same["bytes"][3]]
 
 
 @dataclass
@@ -157,8 +147,7 @@ def test_what_is_kept_is_given_back_in_the_middle_of_a_minibatch_when_memory_get
         assert_same(result["parameters"], one_process(net))
         reads.append(sum(result["reads"]))
     if rank == 0:
-        smallest = min(reads[:3])
-        assert smallest > reads[3], "what was given back is read again"
+        assert min(reads[:3]) > reads[3], "what was given back is read again"
         assert reads == sorted(reads, reverse=True), "the earlier memory is tight, the more"
 
 
@@ -175,8 +164,7 @@ def test_ranks_that_share_a_gpu_share_what_is_free(monkeypatch):
     place = Place(torch.device("cuda", 0), 0, 3, 3, "")
     memory = _memory(place, lambda own: [own, "b", own])
     assert memory.usable() == 550
-    found = _memory(place, lambda own: [own, "b", "c"]).usable()
-    assert found == 1050
+    assert _memory(place, lambda own: [own, "b", "c"]).usable() == 1050
 
 
 def test_memory_of_the_host_is_what_its_tightest_limit_leaves(tmp_path, monkeypatch):
@@ -206,8 +194,7 @@ class Frozen(TokenModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.first:
-            output = self.frozen_pass(batch)
-            return output * super().training_step(batch, batch_idx)
+            return self.frozen_pass(batch) * super().training_step(batch, batch_idx)
         loss = super().training_step(batch, batch_idx)
         return loss * self.frozen_pass(batch)
 
@@ -224,8 +211,7 @@ PASSES: list[tuple[bool, dict[str, Any]]] = [
 def assert_frozen_parts_train(first: bool, **options: Any) -> None:
     batches = token_batches([6, 9, 4, 7, 5, 8, 3, 6])
     expected = fits.one_process(Frozen(first), zip(batches[::2], batches[1::2], strict=True))
-    ours = fitted(Frozen(first), batches, accumulate_grad_batches=2, **options)
-    assert_same(ours, expected)
+    assert_same(fitted(Frozen(first), batches, accumulate_grad_batches=2, **options), expected)
 
 
 @on_ranks(2)
@@ -256,8 +242,7 @@ def test_what_is_frozen_while_it_is_gathered_is_frozen_when_it_is_sharded(rank):
             assert not isinstance(part.up.weight, DTensor)
             part.requires_grad_(trains)
         assert isinstance(part.up.weight, DTensor)
-        found = {p.requires_grad for p in part.parameters()}
-        assert found == {trains}
+        assert {p.requires_grad for p in part.parameters()} == {trains}
 
 
 WHOLE = 100_000
@@ -301,8 +286,7 @@ def test_units_are_held_for_a_while_where_there_is_room(rank, memory, expected):
         for parameter in blocks.parameters():
             assert isinstance(parameter, DTensor)
         assert engine.gather_cache.bytes == 0
-        found = [reads_of_a_pass(), reads_of_a_pass()]
-        assert found == [BLOCKS, BLOCKS], "nothing stays behind the context"
+        assert [reads_of_a_pass(), reads_of_a_pass()] == [BLOCKS, BLOCKS], "nothing stays behind the context"
     room = memory
     if isinstance(memory, FakeMemory):
         room = memory.room
@@ -324,7 +308,6 @@ def test_a_change_while_units_are_held_is_found(rank):
     with found if rank else nullcontext(), torch.no_grad(), engine.gathered():
         model(torch.tensor([[3, 1, 2]]))
         if rank:
-            shard = engine._units[1].slots[0].local_shard_at_rest()
-            shard.add_(1)
+            engine._units[1].slots[0].local_shard_at_rest().add_(1)
     engine.exchange("nothing is under way", None)
     engine.close()

@@ -66,7 +66,8 @@ def test_the_books_survive_a_new_window_which_comes_between_two_steps(rank):
     engine.publish()
     before = dict(engine.waits)
     traffic = engine.traffic
-    assert rank > 0 or before["settle"] >= 0.2
+    if rank == 0:
+        assert before["settle"] >= 0.2
     engine.begin_batch(opens_window=True, closes_window=True)
     for cause in before:
         assert engine.waits[cause] >= before[cause]
@@ -98,13 +99,11 @@ class Sum(LightningModule):
 )
 def test_sums_are_taken_in_the_accumulators_dtype(rank, dtype, kept):
     # 2^13 + 2^-13 has 27 digits: fp64 keeps them all, fp32 (24 digits) drops the small number.
-    batches = [torch.tensor([value]) for value in (2.0**13, 2.0**-13, -(2.0**13))]
-    microbatches = batches
+    microbatches = [torch.tensor([value]) for value in (2.0**13, 2.0**-13, -(2.0**13))]
     if rank:
         microbatches = []
     found = fitted(Sum(), [Minibatch(microbatches)], accumulator_dtype=dtype)
-    expected = [-kept, -kept]
-    assert found["layer.weight"].flatten().tolist() == expected
+    assert found["layer.weight"].flatten().tolist() == [-kept, -kept]
 
 
 @on_ranks(2)
@@ -169,8 +168,6 @@ def test_a_parameter_that_was_replaced_is_published(rank):
         sevens = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
         model.load_state_dict(sevens, assign=True)
         engine.refresh()
-        expected = 4 * 7 * (4 * 7 + 7) + 7
-        found = float(model(torch.ones(1, 4))[0, 0])
-        assert found == expected
+        assert float(model(torch.ones(1, 4))[0, 0]) == 4 * 7 * (4 * 7 + 7) + 7
     engine.exchange("end", None)
     engine.close()

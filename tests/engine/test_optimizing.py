@@ -86,6 +86,4 @@ def test_lists_leave_alone_what_they_would_change(rank):
     ]
     with by_lists(says_no, *others):
         assert says_no.param_groups[0]["foreach"] is False
-        found = [one.param_groups[0]["foreach"] for one in others]
-        expected = [None] * len(others)
-        assert found == expected
+        assert [one.param_groups[0]["foreach"] for one in others] == [None] * len(others)

@@ -67,8 +67,7 @@ def made() -> tuple[UnitSum, Accumulators, list[Any]]:
 
 
 def gradient(number: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(ROWS[number], generator=generator)
+    return torch.randn(ROWS[number], generator=torch.Generator().manual_seed(seed))
 
 
 def take(total: UnitSum, slots: list[Any], **gradients: Tensor) -> None:
@@ -99,8 +98,7 @@ def test_sums_are_laid_out_as_fully_shard_lays_out_gradients():
         total.give()
     assert accumulators.touched == [[(0, NUMEL)]]
     expected = torch.zeros(OWNERS, NUMEL)
-    whole = gradient(0, 0) + gradient(0, 2)
-    expected[:, :3] = rows_of(0, whole)
+    expected[:, :3] = rows_of(0, gradient(0, 0) + gradient(0, 2))
     expected[:, 3:5] = rows_of(1, gradient(1, 1))
     assert torch.equal(accumulators.rows, expected)
 
@@ -155,8 +153,7 @@ def test_what_is_dropped_has_no_part_in_what_is_added_later_and_what_is_given_ba
         if not drops:
             first = first + gradient(0, 0)
         assert torch.allclose(accumulators.rows[:, :3], rows_of(0, first))
-        rows = rows_of(1, gradient(1, 1))
-        assert torch.equal(accumulators.rows[:, 3:5], rows)
+        assert torch.equal(accumulators.rows[:, 3:5], rows_of(1, gradient(1, 1)))
 
 
 # -- added once, wherever passes break off --
@@ -308,10 +305,8 @@ def dropped(laid: set[int], emptied: set[int], others: list[str], came_for: str)
 
 def test_a_rank_drops_what_others_drop_unless_it_has_added_since():
     for came_for in (DISCARD, "optimizer step"):
-        found = dropped(set(), set(), ["0x1", "0x4"], came_for)
-        assert found == {0, 2}
+        assert dropped(set(), set(), ["0x1", "0x4"], came_for) == {0, 2}
     # The user left the gradient of p1 here, as one may for one's own shard.
-    found = dropped({0, 1}, {0}, ["0x7"], DISCARD)
-    assert found == {0, 2}
+    assert dropped({0, 1}, {0}, ["0x7"], DISCARD) == {0, 2}
     with pytest.raises(DisagreementError, match=r"emptied the gradient of 'p1'(?s:.*)settle_gradients\(\)"):
         dropped({1}, set(), ["0x7"], "optimizer step")

@@ -76,8 +76,7 @@ def use_the_transport(probe: Probe, rank: int) -> None:
         window_spec = WindowSpec(units=(unit,), words=2)
         ours.open(window_spec)
     with probe.step("write the own shard, announce it by the device"):
-        shard = ours.shard(rank, 0)
-        shard.fill_(rank + 1.0)
+        ours.shard(rank, 0).fill_(rank + 1.0)
         ours.announce(0, 1)
     with probe.step("wait for the peers' words, read their shards"):
         _read(ours, device)
@@ -88,8 +87,7 @@ def use_the_transport(probe: Probe, rank: int) -> None:
         _wait(ours.drain())
     with probe.step("look at the sums"):
         meet(None)
-        found = ours.accumulator(rank, 0)
-        _expect(found, 10.0 * world, f"10 additions of 1 by {world} ranks")
+        _expect(ours.accumulator(rank, 0), 10.0 * world, f"10 additions of 1 by {world} ranks")
         meet(None)
     with probe.step("close"):
         ours.close()
@@ -102,8 +100,7 @@ def _read(ours: Transport, device: torch.device) -> None:
     out = torch.empty(world, NUMEL[device.type], device=device)
     for owner in range(world):
         _wait(lambda owner=owner: ours.load(owner, 0) == 1)  # type: ignore[misc]
-        shard = ours.shard(owner, 0)
-        ours.read([shard], out[owner])
+        ours.read([ours.shard(owner, 0)], out[owner])
     _wait(ours.drain())
     for owner in range(world):
         _expect(out[owner], owner + 1.0, f"the shard of rank {owner}")
@@ -152,8 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
         process.start()
     deadline = time.monotonic() + LIMIT
     for process in processes:
-        left = max(deadline - time.monotonic(), 0)
-        process.join(left)
+        process.join(max(deadline - time.monotonic(), 0))
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()

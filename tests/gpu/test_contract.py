@@ -41,8 +41,7 @@ def _scenarios(world_size: int) -> list[contract.Scenario]:
 def test_the_contract_holds(world_size):
     by_rank = run_ranks(_all_scenarios, world_size=world_size, timeout=150)
     for scenario, *found in zip(_scenarios(world_size), *by_rank, strict=True):
-        expected = contract.EXPECTED[scenario][world_size]
-        assert found == expected, scenario.__name__
+        assert found == contract.EXPECTED[scenario][world_size], scenario.__name__
 
 
 def _adds_at_the_same_time(rank: int) -> list[float]:
@@ -68,9 +67,7 @@ def _adds_at_the_same_time(rank: int) -> list[float]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_additions_without_locks_are_not_lost(world_size):
-    found = run_ranks(_adds_at_the_same_time, world_size=world_size)
-    expected = [[50.0 * world_size]] * world_size
-    assert found == expected
+    assert run_ranks(_adds_at_the_same_time, world_size=world_size) == [[50.0 * world_size]] * world_size
 
 
 @needs_gpu
@@ -111,8 +108,7 @@ def _opens_again(rank: int) -> list[int]:
 
 def test_closed_windows_leave_nothing_in_device_memory():
     for free in run_ranks(_opens_again):
-        found = max(free) - min(free)
-        assert found < 64 * MIB  # one window has 512 MiB
+        assert max(free) - min(free) < 64 * MIB  # one window has 512 MiB
 
 
 def _too_large(rank: int) -> str:
@@ -160,8 +156,7 @@ def _dies(rank: int) -> list[Any]:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     copy = contract.zeros_of(opened, 2)
-    shard = opened.shard(1, 2)
-    opened.read([shard], copy)  # the memory lives on while it is mapped here
+    opened.read([opened.shard(1, 2)], copy)  # the memory lives on while it is mapped here
     contract.settle(opened)
     opened.close()
     dist.destroy_process_group()

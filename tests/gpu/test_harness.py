@@ -38,21 +38,19 @@ def test_two_ranks_train_on_cuda(tmp_path: Path) -> None:
         [*line, *SMALL.split()], env=os.environ, capture_output=True, text=True, timeout=170
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    text = (tmp_path / "bench.json").read_text()
-    result = json.loads(text)
+    result = json.loads((tmp_path / "bench.json").read_text())
     shares = torch.cuda.device_count() < 2
     caption = None
     if shares:
         caption = "2 ranks on one GPU: shows that it works, not how fast"
     assert result["caption"] == caption
-    assert caption is None or caption in done.stdout
+    if caption is not None:
+        assert caption in done.stdout
     expected = 2
     if shares:
         expected = 1
-    found = len(result["machine"]["gpus"])
-    assert found == expected
-    found = [row["combination"] for row in result["rows"]]
-    assert found == RUNS
+    assert len(result["machine"]["gpus"]) == expected
+    assert [row["combination"] for row in result["rows"]] == RUNS
     reads = [run["totals"][0]["traffic"]["reads"] for run in result["runs"]]
     assert reads[0] == 0 < min(reads[1:])  # the one-sided path was taken, and its waits were measured
     for row in result["rows"][1:]:

@@ -153,9 +153,7 @@ def test_records_of_kernels_agree_with_events():
     length = begin.elapsed_time(end) / 1e3
     last = records[-1].begin
     parts = parts_of(records, range(last - round(length * 1e9), last))
-    total = sum(one.elapsed_time(other) for one, other in (first, second))
-    busy = total / 1e3
-    expected = pytest.approx(busy, rel=0.05)
-    assert parts[DevicePart.KERNEL] == expected
+    busy = sum(one.elapsed_time(other) for one, other in (first, second)) / 1e3
+    assert parts[DevicePart.KERNEL] == pytest.approx(busy, rel=0.05)
     assert parts[DevicePart.COLLECTIVE] == 0.0
     assert 0.09 < parts[DevicePart.EMPTY] < length - 0.9 * busy

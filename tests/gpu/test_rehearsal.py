@@ -117,23 +117,19 @@ def test_the_session_goes_on_after_a_part_that_fails(tmp_path, capsys):
     python.chmod(0o755)
     out = tmp_path / "out"
     line = ["bash", "tests/gpu/session.sh", "first", "train"]
-    environment = {"PY": str(python), "OUT": str(out)}
-    env = os.environ | environment
+    env = os.environ | {"PY": str(python), "OUT": str(out)}
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
     logs = {"machine", "probe", "contract", "doctor", "nccl", "train", "small"}
-    found = {path.stem for path in out.glob("*.log")}
-    assert found == logs
+    assert {path.stem for path in out.glob("*.log")} == logs
     assert "called with -m tests.gpu.probe" in (out / "probe.log").read_text()
     assert "== probe: exit code 3" in done.stdout
     assert "== small: exit code 0" in done.stdout
     assert done.returncode == 1
-    found = done.stdout.splitlines()[-1]
-    assert found == "failed: probe"
+    assert done.stdout.splitlines()[-1] == "failed: probe"
     if HAS_GPU:
         return
     for name in ("nccl", "train", "small"):  # the options exist: nothing but the GPU is missing
-        text = (out / f"{name}.log").read_text()
-        line = text.removeprefix("called with -m benchmarks.harness ").split()
+        line = (out / f"{name}.log").read_text().removeprefix("called with -m benchmarks.harness ").split()
         with pytest.raises(SystemExit, match=r"^2$"):
             harness.main(line)
         assert "There is no GPU" in capsys.readouterr().err, name

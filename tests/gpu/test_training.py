@@ -140,8 +140,7 @@ def test_uneven_shares_equal_one_process(world_size):
             assert run["device_waits"] == STEPS + 1  # one per optimizer step, one for the meeting at the end
         shared, first, again, kept = runs
         assert_same(first["parameters"], again["parameters"], 0.0)
-        found = [run["sources"] for run in (shared, first, kept)]
-        assert found == [1, world_size, 1]
+        assert [run["sources"] for run in (shared, first, kept)] == [1, world_size, 1]
 
 
 def _options(rank: int) -> dict[str, dict[str, Any]]:
@@ -157,8 +156,7 @@ def _options(rank: int) -> dict[str, dict[str, Any]]:
 def test_optimizers_clipping_offload_and_bf16():
     runs, _ = run_ranks(_options, timeout=170)
     for name in ("foreach", "fused"):
-        ours = runs[name]["parameters"]
-        assert_same(ours, one_process(name, clip=True), TOLERANCE)
+        assert_same(runs[name]["parameters"], one_process(name, clip=True), TOLERANCE)
     assert_same(runs["offload"]["parameters"], one_process(), TOLERANCE)
     expected = 2 * STEPS + 1
     assert runs["offload"]["device_waits"] == expected  # once more in every step, for sums in host memory
@@ -209,8 +207,7 @@ def _late(rank: int, seed: int) -> tuple[dict[str, Tensor], list[float], int]:
         for rows in batches[1:] if rank else batches[:1]:
             own.ledger.add(len(rows))
             late()
-            output = model(rows.to(device))
-            loss = (output * factors.to(device)).sum()
+            loss = (model(rows.to(device)) * factors.to(device)).sum()
             losses.append(loss.detach())
             with own.backward():
                 loss.backward()
@@ -236,8 +233,7 @@ def test_a_device_that_is_late_changes_nothing(seed):
         stepper.zero_grad()
         batches, factors = _whole_numbers(step, WIDTH)
         for rows in batches:
-            output = model(rows.to(DEVICE))
-            loss = (output * factors.to(DEVICE)).sum()
+            loss = (model(rows.to(DEVICE)) * factors.to(DEVICE)).sum()
             losses.append(loss.item())
             (loss / ROWS).backward()
         stepper.step()
@@ -309,8 +305,7 @@ def test_an_edit_that_nobody_was_told_of_is_found_when_the_step_settles():
 def _with_a_trainer(rank: int, precision: str, folder: str, offload: bool = False) -> list[Any]:
     device = start(rank)
     module = TokenModule("items")
-    microbatches = [tokens.to(device) for tokens in (minibatch(0)[1:] if rank else minibatch(0)[:1])]
-    share = Minibatch(microbatches)
+    share = Minibatch([tokens.to(device) for tokens in (minibatch(0)[1:] if rank else minibatch(0)[:1])])
     t = trainer(
         2,
         accelerator=placed().accelerator,

@@ -54,8 +54,7 @@ def test_every_rank_says_where_it_is(rank, tmp_path):
     written = file.read_text()
     assert written.count("ranks have been waiting") == err.count("ranks have been waiting")
     if rank == 0:
-        found = err.split("it is waiting for rank 1 (process ")[1].split("\n", 1)[1]
-        assert "rank 1 (process " in found
+        assert "rank 1 (process " in err.split("it is waiting for rank 1 (process ")[1].split("\n", 1)[1]
         assert ", microbatch 2, computing (last communicated for unit " in err
         assert "waiting.py" in written
     else:

@@ -174,8 +174,7 @@ def test_what_is_right_passes_and_nothing_of_it_stays(
         protocol.open()
         for _ in range(2):
             prove(protocol)
-        found = (protocol.version, protocol.traffic, protocol.device_waits)
-        assert found == (1, Traffic(), 0)
+        assert (protocol.version, protocol.traffic, protocol.device_waits) == (1, Traffic(), 0)
         assert sum(protocol.waiter.seconds.values()) == 0
         assert protocol.waiter.timeout == 30
         for window in protocol.windows:
@@ -197,7 +196,8 @@ def test_what_is_right_passes_and_nothing_of_it_stays(
                 window.accumulate(ones, [Segment(0, 0, spec.grad_numel)])
             protocol.meet("read")
             assert (torch.tensor([1, 2, 3]) == whole.T).all(), spec.name
-            assert not spec.grad_numel or (window.summed() == WORLD).all()
+            if spec.grad_numel:
+                assert (window.summed() == WORLD).all()
         protocol.meet("end")
         protocol.close()
 
@@ -211,8 +211,7 @@ def test_each_combination_of_dtypes_is_proven_and_large_units_of_hosts_are_not(m
     one_round = proof._round
 
     def note(protocol: Protocol, window: Any, number: int) -> str:
-        names = proven.setdefault(type(protocol.transport).__name__, set())
-        names.add(window.spec.name)
+        proven.setdefault(type(protocol.transport).__name__, set()).add(window.spec.name)
         return one_round(protocol, window, number)
 
     monkeypatch.setattr(proof, "_round", note)
@@ -225,7 +224,6 @@ def test_each_combination_of_dtypes_is_proven_and_large_units_of_hosts_are_not(m
         protocol.close()
 
     for make in (on_host, on_device):
-        found = on_threads(WORLD, partial(proves, make))
-        assert found == [None] * WORLD
+        assert on_threads(WORLD, partial(proves, make)) == [None] * WORLD
     small = {unit.name for unit in UNITS} - {"frozen"}  # has the dtypes of "block"
     assert proven == {"SharedMemoryTransport": small, "CudaTransport": small | {"large"}}

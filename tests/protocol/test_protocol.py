@@ -127,8 +127,7 @@ def test_invariants_hold_in_random_interleavings(monkeypatch, world_size, option
     monkeypatch.setattr(protocol_module, "_MAILBOX_BYTES", mailbox)
     for seed in range(15):
         errors = explore(seed, world_size, **options)
-        expected = [None] * world_size
-        assert errors == expected, f"seed {seed}: {errors}"
+        assert errors == [None] * world_size, f"seed {seed}: {errors}"
 
 
 class WithoutVersions(Protocol):

@@ -154,15 +154,11 @@ def test_a_slow_rank_is_helped_and_the_gradient_is_the_planned_one(rank, counts,
     accumulate_grad_batches = len(windows[0])
     t = fits.fit(module, shares(rank, counts), accumulate_grad_batches=accumulate_grad_batches)
     seen = of_all_ranks(module.seen)
-    found = sorted(n for own in seen for n in own)
-    expected = sorted(n for lengths in LENGTHS for n in lengths)
-    assert found == expected
-    found = len(seen[slow_rank])
-    assert found < counts[slow_rank] * len(LENGTHS), "the slow rank was helped"
+    assert sorted(n for own in seen for n in own) == sorted(n for lengths in LENGTHS for n in lengths)
+    assert len(seen[slow_rank]) < counts[slow_rank] * len(LENGTHS), "the slow rank was helped"
     steps = [[b for step in steps for b in token_batches(LENGTHS[step], seed=step)] for steps in windows]
     assert_same(full_parameters(module), fits.one_process(TokenModule("items", lr=0.01), steps))
-    expected = sum(length - 1 for length in LENGTHS[-1])
-    assert t.callback_metrics["tokens"] == expected
+    assert t.callback_metrics["tokens"] == sum(length - 1 for length in LENGTHS[-1])
     assert t.callback_metrics["one"] == 1.0
 
 
@@ -172,5 +168,4 @@ def test_nothing_is_stolen_from_a_balanced_minibatch():
     assert second.take() == 0
     assert second.take() == 1  # at time 6
     assert first.take() == 1  # at time 8
-    found = (first.take(), first.steal(), second.take(), second.steal())
-    assert found == (None,) * 4  # at time 10
+    assert (first.take(), first.steal(), second.take(), second.steal()) == (None,) * 4  # at time 10

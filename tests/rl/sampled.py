@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_odc.rl import Microbatch, Rollout
 
 VOCAB = 32
+BETA = 0.1  # the weight of the distance from the reference
 
 
 def rolled_out(lengths: Sequence[tuple[int, int]], groups: int = 2, seed: int = 0) -> list[Rollout]:
@@ -36,42 +37,13 @@ def set_advantages(rollouts: Sequence[Rollout]) -> None:
         one.advantage = (one.reward - fmean(rewards)) / (stdev(rewards) + 1e-4)
 
 
-def policy_loss(
-    new: Tensor,
-    microbatch: Microbatch,
-    loss_type: str = "dapo",
-    clip: tuple[float, float] = (0.2, 0.2),
-    beta: float = 0.0,
-    constant: int = 1,
-) -> Tensor:
+def policy_loss(new: Tensor, microbatch: Microbatch) -> Tensor:
     """A microbatch's part of the loss of its minibatch, as a user writes it: see Note [Sum, and divide once]."""
     owner = microbatch.sequence
-    whole = microbatch.whole
-    if microbatch.logprobs is None:
-        old = new.detach()
-    else:
-        old = microbatch.logprobs
-    log_ratio = new - old
-    if loss_type == "gspo":
-        zeros = new.new_zeros(len(microbatch.rollouts))
-        sums = zeros.index_add(0, owner, log_ratio)
-        log_ratio = (sums / microbatch.lengths.clamp(min=1))[owner]
-    ratio = log_ratio.exp()
-    advantages = microbatch.advantages[owner]
-    clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
-    gains = torch.minimum(ratio * advantages, clipped * advantages)
-    losses = -gains
+    losses = -(new - microbatch.logprobs).exp() * microbatch.advantages[owner]
     if microbatch.ref_logprobs is not None:
-        log_reference = microbatch.ref_logprobs - new
-        losses = losses + beta * (log_reference.exp() - log_reference - 1)
-    if loss_type == "dapo":
-        tokens = max(whole.tokens, 1)
-        return losses.sum() * whole.ranks / tokens
-    lengths = microbatch.lengths[owner].to(losses.dtype)
-    if loss_type == "dr_grpo":
-        lengths = torch.full_like(lengths, constant)
-    total = (losses / lengths).sum()
-    return total * whole.ranks / whole.sequences
+        losses = losses + BETA * (new - microbatch.ref_logprobs).square()
+    return (losses / microbatch.lengths[owner]).sum() * microbatch.whole.ranks / microbatch.whole.sequences
 
 
 def logprobs_alone(model: nn.Module, one: Rollout) -> Tensor:
@@ -84,42 +56,14 @@ def logprobs_alone(model: nn.Module, one: Rollout) -> Tensor:
     ]
 
 
-def textbook_loss(
-    model: nn.Module,
-    rollouts: Sequence[Rollout],
-    loss_type: str,
-    clip: tuple[float, float],
-    beta: float,
-    constant: int,
-) -> Tensor:
-    """The loss of a minibatch as the papers write it: a double loop over responses and tokens."""
-    by_response = []
+def textbook_loss(model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
+    """The same of a whole minibatch: the mean over responses of the mean over their tokens."""
+    total = sum(parameter.sum() for parameter in model.parameters()) * 0
     for one in rollouts:
-        new = logprobs_alone(model, one)
-        old = one.logprobs
-        ref = one.ref_logprobs
-        assert one.advantage is not None
-        before = old
-        if old is None:
-            before = new.detach()
-        ratios = (new - before).exp()
-        if loss_type == "gspo" and len(ratios):
-            ratios = ratios.prod() ** (1 / len(ratios)) * torch.ones_like(ratios)
-        losses = []
-        for token, ratio in enumerate(ratios):
-            clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
-            gain = min(ratio * one.advantage, clipped * one.advantage)
-            kl = 0.0
-            if ref is not None:
-                kl = (ref[token] - new[token]).exp() - (ref[token] - new[token]) - 1
-            losses.append(beta * kl - gain)
-        by_response.append(losses)
-    total = sum(parameter.sum() for parameter in model.parameters())
-    zero = total * 0
-    if loss_type == "dapo":
-        every = [loss for losses in by_response for loss in losses]
-        largest = max(len(every), 1)
-        return sum(every, zero) / largest
-    divisors = [constant if loss_type == "dr_grpo" else max(len(losses), 1) for losses in by_response]
-    means = [sum(losses, zero) / divisor for losses, divisor in zip(by_response, divisors, strict=True)]
-    return sum(means, zero) / len(means)
+        if one.response_length:
+            new = logprobs_alone(model, one)
+            losses = -(new - one.logprobs).exp() * one.advantage
+            if one.ref_logprobs is not None:
+                losses = losses + BETA * (new - one.ref_logprobs).square()
+            total = total + losses.mean()
+    return total / len(rollouts)

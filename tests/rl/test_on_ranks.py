@@ -34,8 +34,6 @@ LENGTHS = [(2, 5), (1, 12), (4, 1), (1, 7), (3, 3), (2, 0), (1, 4)]
 #: The ranks that sampled them, in two steps: groups are spread over both, and then rank 1 had no prompts.
 PLACES = ([0, 1, 1, 0, 1, 0, 0], [0] * 7)
 LR = 0.05
-CLIP = (0.1, 0.3)
-BETA = 0.1
 EPOCHS = 2
 MINIBATCHES = 5  # of one or two roll-outs, so that a rank may have none
 
@@ -50,35 +48,34 @@ def nets() -> tuple[nn.Module, nn.Module]:
     return Net(vocab=VOCAB), Net(vocab=VOCAB)
 
 
-def learn(policy: Any, updates: Any, optimizer: Any, backward: Any, counts: list[int], *options: Any) -> None:
+def learn(policy: Any, updates: Any, optimizer: Any, backward: Any, counts: list[int]) -> None:
     """The loop of a user, on one rank."""
     for update in updates:
         counts.append(len(update))
         for microbatch in update:
             logprobs = rl.logprobs(policy, microbatch)
-            backward(policy_loss(logprobs, microbatch, *options))
+            backward(policy_loss(logprobs, microbatch))
         optimizer.step()
         optimizer.zero_grad()
 
 
-def learn_alone(policy: Any, rollouts: Any, optimizer: Any, *loss: Any, seed: int = 0) -> None:
+def learn_alone(policy: Any, rollouts: Any, optimizer: Any, seed: int = 0) -> None:
     """The same by the textbook, with the minibatches of the plan."""
     for update in rollouts.updates(EPOCHS, MINIBATCHES, seed=seed):
         chosen = [one for microbatch in update for one in microbatch.rollouts]
         optimizer.zero_grad()
-        textbook_loss(policy, chosen, *loss, 12).backward()
+        textbook_loss(policy, chosen).backward()
         optimizer.step()
 
 
 class Learns(LightningModule):
     """PPO on roll-outs whose sampling is left out."""
 
-    def __init__(self, make: Callable[[], tuple[nn.Module, nn.Module]], loss_type: Any) -> None:
+    def __init__(self, make: Callable[[], tuple[nn.Module, nn.Module]]) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.policy, self.reference = make()
         self.reference.requires_grad_(False)
-        self.loss_type = loss_type
         self.scores: list[list[list[float]]] = []
         self.microbatches: list[int] = []
 
@@ -88,16 +85,14 @@ class Learns(LightningModule):
         if self.trainer.world_size == 1:
             own = rolled_out(LENGTHS)
         rollouts = rl.exchange(self, own)
-        expected = [0] * 4 + [1] * 3
-        assert [one.group for one in rollouts] == expected
+        assert [one.group for one in rollouts] == [0] * 4 + [1] * 3
         set_advantages(rollouts)
         rl.score(self.policy, rollouts, into="logprobs")
         rl.score(self.reference, rollouts, into="ref_logprobs")
         assert self.policy.training
         self.scores.append([[*one.logprobs, *one.ref_logprobs] for one in by_index(rollouts)])  # type: ignore[misc]
         updates = rollouts.updates(EPOCHS, MINIBATCHES, seed=batch_idx)
-        options = (self.loss_type, CLIP, BETA, 12)
-        learn(self.policy, updates, self.optimizers(), self.manual_backward, self.microbatches, *options)
+        learn(self.policy, updates, self.optimizers(), self.manual_backward, self.microbatches)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = self.policy.parameters()
@@ -108,7 +103,7 @@ def by_index(rollouts: Any) -> list[rl.Rollout]:
     return sorted(rollouts, key=lambda one: one.metadata["index"])
 
 
-def one_process(make: Any, loss_type: str) -> tuple[list[Any], dict[str, Tensor]]:
+def one_process(make: Any) -> tuple[list[Any], dict[str, Tensor]]:
     """The same without any of the module: response by response, with the minibatches of the plan."""
     policy, reference = make()
     optimizer = torch.optim.SGD(policy.parameters(), lr=LR)
@@ -124,7 +119,7 @@ def one_process(make: Any, loss_type: str) -> tuple[list[Any], dict[str, Tensor]
                 one.logprobs = logprobs_alone(policy, one)
                 one.ref_logprobs = logprobs_alone(reference, one)
         scores.append([[*one.logprobs.tolist(), *one.ref_logprobs.tolist()] for one in by_index(rollouts)])  # type: ignore[union-attr]
-        learn_alone(policy, rollouts, optimizer, loss_type, CLIP, BETA, seed=step)
+        learn_alone(policy, rollouts, optimizer, seed=step)
     return scores, {f"policy.{name}": p.detach() for name, p in policy.named_parameters()}
 
 
@@ -133,33 +128,27 @@ HAS_PEFT = importlib.util.find_spec("peft") is not None
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("make", "communication", "loss_type"),
-    fast(
-        [(llamas, "on_demand", "dapo"), (llamas, "collective", "gspo"), (nets, "on_demand", "grpo")],
-        (nets, "on_demand", "grpo"),
-    ),
+    ("make", "communication"),
+    fast([(llamas, "on_demand"), (llamas, "collective"), (nets, "on_demand")], (nets, "on_demand")),
 )
-def test_scores_and_updates_are_those_of_one_process(rank, make, communication, loss_type) -> None:
-    module = Learns(make, loss_type)
+def test_scores_and_updates_are_those_of_one_process(rank, make, communication) -> None:
+    module = Learns(make)
     t = trainer(2, communication=communication, timeout=timedelta(seconds=60))
     t.fit(module, loader([torch.zeros(1)] * len(PLACES)))
-    scores, parameters = one_process(make, loss_type)
+    scores, parameters = one_process(make)
     first, second = of_all_ranks(module.scores)
     assert first == second, "every rank has all scores, the same ones"
     for mine, theirs in zip(module.scores, scores, strict=True):
         flat = torch.tensor([float(x) for row in mine for x in row])
         # Logits of size 1 in fp32; in the second step, of parameters that differ by less than 1e-5.
-        expected = torch.tensor([x for row in theirs for x in row])
-        torch.testing.assert_close(flat, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(flat, torch.tensor([x for row in theirs for x in row]), rtol=0, atol=1e-5)
     before = {f"policy.{name}": value for name, value in make()[0].named_parameters()}
     assert largest_difference(before, parameters) > 0.01
     found = full_parameters(module)
     # 20 steps of SGD: sums in another order, 1e-7 of gradients of size 1, times the rate of 0.05.
-    ours = {name: found[name] for name in parameters}
-    assert_same(ours, parameters, tolerance=1e-5)
+    assert_same({name: found[name] for name in parameters}, parameters, tolerance=1e-5)
     counts = list(zip(*of_all_ranks(module.microbatches), strict=True))
-    expected = len(PLACES) * EPOCHS * MINIBATCHES
-    assert len(counts) == expected
+    assert len(counts) == len(PLACES) * EPOCHS * MINIBATCHES
     assert any(a != b for a, b in counts) == (communication == "on_demand")
 
 
@@ -186,7 +175,7 @@ class Adapts(LightningModule):
         rl.score(self.policy, rollouts, into="logprobs")
         found = [[one.ref_logprobs for one in rollouts], [one.logprobs for one in rollouts]]
         self.found.append([torch.cat(scores).tolist() for scores in found])
-        learn(self.policy, rollouts.updates(), self.optimizers(), self.manual_backward, [], "dapo", CLIP)
+        learn(self.policy, rollouts.updates(), self.optimizers(), self.manual_backward, [])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=10.0)
@@ -207,11 +196,9 @@ def test_the_reference_is_the_policy_without_its_adapters(rank) -> None:
         truth = torch.cat([logprobs_alone(base, one) for one in in_order])
     for reference in references:  # in every step
         torch.testing.assert_close(torch.tensor(reference), truth, rtol=0, atol=1e-5)
-    actual = torch.tensor(policies[0])
-    torch.testing.assert_close(actual, truth, rtol=0, atol=1e-5)  # adapters begin at zero
+    torch.testing.assert_close(torch.tensor(policies[0]), truth, rtol=0, atol=1e-5)  # adapters begin at zero
     for policy in policies[1:]:  # and learn
-        largest = (torch.tensor(policy) - truth).abs().max()
-        assert largest > 1e-3
+        assert (torch.tensor(policy) - truth).abs().max() > 1e-3
 
 
 @on_ranks(2)
@@ -227,15 +214,14 @@ def test_fabric(rank) -> None:
     rl.score(model, rollouts, into="logprobs")
     counts: list[int] = []
     updates = rollouts.updates(EPOCHS, MINIBATCHES)
-    learn(model, updates, optimizer, fabric.backward, counts, "dapo", CLIP)
+    learn(model, updates, optimizer, fabric.backward, counts)
     strategy: Any = fabric.strategy
     strategy.teardown()
-    found = [count for own in of_all_ranks(counts) for count in own]
-    assert 0 in found
+    assert 0 in [count for own in of_all_ranks(counts) for count in own]
     rollouts = rl.Rollouts(sorted(rolled_out(LENGTHS), key=lambda one: one.group))
     set_advantages(rollouts)
     rl.score(alone, rollouts, into="logprobs")
-    learn_alone(alone, rollouts, torch.optim.SGD(alone.parameters(), lr=LR), "dapo", CLIP, 0.0)
+    learn_alone(alone, rollouts, torch.optim.SGD(alone.parameters(), lr=LR))
     assert_same(full_parameters(policy), full_parameters(alone), tolerance=1e-5)
 
 

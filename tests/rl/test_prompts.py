@@ -84,16 +84,15 @@ def test_a_slow_rank_is_helped_and_the_responses_are_the_same_whoever_samples(ra
             (board / str(index)).touch()
         afterwards.add(tuple(torch.rand(2).tolist()))
         # The slow rank samples its first prompt, and the other one all that is left.
-        assert rank != slow or list(sampled) == left
+        if rank == slow:
+            assert list(sampled) == left
         one, other = of_all_ranks(sampled)
-        found = sorted([*one, *other])
-        assert found == list(range(6)), "every prompt exactly once"
+        assert sorted([*one, *other]) == list(range(6)), "every prompt exactly once"
         rounds.append(one | other)
     for index in range(6):
         assert torch.equal(rounds[0][index], rounds[1][index])
         assert torch.equal(rounds[0][index], rounds[2][index])
-    found = len({tuple(response.tolist()) for response in rounds[0].values()})
-    assert found == 6
+    assert len({tuple(response.tolist()) for response in rounds[0].values()}) == 6
     assert len(afterwards) == 1, "random numbers go on as if there had been no loop"
     fabric.strategy.teardown()
 
@@ -157,8 +156,7 @@ def test_where_ranks_generate_together_each_gets_its_own(monkeypatch):
     monkeypatch.setattr(Ranks, "gather", lambda *_: both)
     second = alone(1, count=2)
     second.strategy.world_size = 2
-    found = list(claim_prompts(second, [3, 4]))
-    assert found == [(2, 3), (3, 4)]
+    assert list(claim_prompts(second, [3, 4])) == [(2, 3), (3, 4)]
     both[1] = _Share([], [], 6)
     says = r"same number of prompts, but they have \[2, 0\] \(by rank\). Use ODCS"
     with pytest.raises(ValueError, match=says):
@@ -175,13 +173,11 @@ def test_what_a_prompt_may_be():
     ]
     text, batch, pair = (prompt for _, prompt in claim_prompts(alone(), prompts))
     assert text == "text"
-    found = batch["input_ids"].tolist()
-    assert found == [[5, 7], [8, 9]]
+    assert batch["input_ids"].tolist() == [[5, 7], [8, 9]]
     assert batch["answer"] == 12
     assert batch["input_ids"].dtype == torch.int64
     assert batch["empty"].shape == (0, 3)
     assert torch.equal(pair[0], prompts[2][0])
     rows = list(claim_prompts(alone(), torch.tensor([[1, 2], [3, 4]])))
-    found = [row.tolist() for _, row in rows]
-    assert found == [[1, 2], [3, 4]]
+    assert [row.tolist() for _, row in rows] == [[1, 2], [3, 4]]
     assert list(claim_prompts(alone(), [])) == []

@@ -15,6 +15,7 @@ from lightning_odc import rl
 from lightning_odc.protocol.records import Ledger
 from lightning_odc.rl import Rollout
 from lightning_odc.rl.ranks import Ranks
+from lightning_odc.rl.rollout import Whole
 from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out
 from tests.strategy.test_causal_lm import leaky
 from tests.strategy.test_models import causal_lm
@@ -35,28 +36,26 @@ def on_rank(
 def test_every_pass_runs_every_roll_out_once(lengths, ranks, minibatches, meets, packs, seed):
     shares = [on_rank(rank, ranks, lengths, meets, keeps_apart=packs) for rank in range(ranks)]
     by_rank = [list(share.updates(2, minibatches, seed)) for share in shares]
-    smallest = min(minibatches, len(lengths))
-    steps = 2 * smallest
-    found = [len(updates) for updates in by_rank]
-    assert found == [steps] * ranks
+    steps = 2 * min(minibatches, len(lengths))
+    assert [len(updates) for updates in by_rank] == [steps] * ranks
     run_in: list[list[int]] = [[], []]  # by epoch
     sizes: list[int] = []
     for step, updates in enumerate(zip(*by_rank, strict=True)):
-        assert not meets or len({len(own) for own in updates}) == 1
+        if meets:
+            assert len({len(own) for own in updates}) == 1
         run = [one for own in updates for one in own]
         whole = run[0].whole
         for one in run:
             assert one.whole == whole
-        found = sum(len(one.indices) for one in run)
-        assert found == whole.sequences
-        found = sum(len(one.targets) for one in run)
-        assert found == whole.tokens
+        assert sum(len(one.indices) for one in run) == whole.sequences
+        assert sum(len(one.targets) for one in run) == whole.tokens
         assert whole.ranks == ranks
         sizes.append(whole.sequences)
         run_in[2 * step // steps] += [index for one in run for index in one.indices]
     expected = [list(range(len(lengths)))] * 2
     assert [sorted(indices) for indices in run_in] == expected
-    assert not sizes or max(sizes) - min(sizes) <= 1
+    if sizes:
+        assert max(sizes) - min(sizes) <= 1
 
 
 def test_passes_and_seeds_shuffle_and_one_minibatch_is_scored_as_it_is_learnt_from() -> None:
@@ -67,13 +66,11 @@ def test_passes_and_seeds_shuffle_and_one_minibatch_is_scored_as_it_is_learnt_fr
         return [sorted(i for microbatch in one for i in microbatch.indices) for one in updates]
 
     assert parts(0) == parts(0)
-    found = len({tuple(part) for part in (parts(0) + parts(1))[::2]})
-    assert found == 4
+    assert len({tuple(part) for part in (parts(0) + parts(1))[::2]}) == 4
     lengths = [(3, length) for length in (9, 4, 0, 20, 1)]
     rollouts = on_rank(1, 2, lengths)
     for run in (rollouts.microbatches(), *rollouts.updates(epochs=3)):
-        expected = rollouts.plan[1]
-        assert [one.indices for one in run] == expected
+        assert [one.indices for one in run] == rollouts.plan[1]
 
 
 def test_ranks_compare_their_plans() -> None:
@@ -91,16 +88,14 @@ def test_ranks_compare_their_plans() -> None:
 
 
 def padded_tokens(microbatch: rl.Microbatch) -> int:
-    largest = max(map(len, microbatch.rollouts))
-    return largest * len(microbatch.rollouts)
+    return max(map(len, microbatch.rollouts)) * len(microbatch.rollouts)
 
 
 def test_the_most_tokens_of_a_microbatch() -> None:
     for options in ({}, {"max_tokens": 20}, {"max_tokens": 1000, "cost": "tokens"}):
         # As many as the longest one, which has to fit anyway; padding all of them would cost 120.
         rollouts = on_rank(0, 1, [(2, 8), (2, 8), (2, 8), (2, 28)], **options)
-        found = [padded_tokens(one) for one in rollouts.microbatches()]
-        assert found == [30, 30]
+        assert [padded_tokens(one) for one in rollouts.microbatches()] == [30, 30]
 
 
 def test_rollouts_are_a_sequence_which_may_be_empty() -> None:
@@ -111,8 +106,7 @@ def test_rollouts_are_a_sequence_which_may_be_empty() -> None:
     assert updates == []
     rl.score(nn.Identity(), on_rank(0, 1, []), into="logprobs")
     rollouts = on_rank(0, 1, [(1, 1), (1, 2), (1, 3)])
-    found = [one.response_length for one in rollouts[1:]]
-    assert found == [2, 3]
+    assert [one.response_length for one in rollouts[1:]] == [2, 3]
 
 
 SEVERAL = [(2, 5), (1, 0), (4, 1), (1, 7), (3, 3)]
@@ -146,8 +140,7 @@ def test_scores_are_those_of_each_roll_out_alone(make: Any, packs: bool) -> None
             assert values is not None
             assert values.shape == (one.response_length,)
             # Logits of size 1 through two layers in fp32.
-            expected = logprobs_alone(model.eval(), one)
-            torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(values, logprobs_alone(model.eval(), one), rtol=0, atol=1e-5)
 
 
 def test_temperature() -> None:
@@ -156,8 +149,7 @@ def test_temperature() -> None:
     rl.score(model, rollouts, temperature=0.5, into="logprobs")
     with torch.no_grad():
         one = rollouts[0]
-        output = model(one.tokens[None])
-        logits = output[0] / 0.5
+        logits = model(one.tokens[None])[0] / 0.5
         expected = logits.log_softmax(-1)[one.prompt_length - 1 : -1].gather(1, one.response[:, None])[:, 0]
     torch.testing.assert_close(one.logprobs, expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="temperature=0"):
@@ -215,5 +207,14 @@ def test_a_view_is_sent_without_the_rest_of_its_tensor() -> None:
     many = torch.zeros(1000, 1000)
     row = many[3, :4]
     (there,) = Ranks().gather("exchange", {"row": row})
-    found = there["row"].untyped_storage().nbytes()
-    assert found == 16
+    assert there["row"].untyped_storage().nbytes() == 16
+
+
+def test_what_is_missing_in_a_microbatch() -> None:
+    bare = rl.Microbatch([Rollout([1, 2], 1)], [0], Whole(1, 1, 1))
+    assert bare.logprobs is None
+    with pytest.raises(TypeError, match="not NoneType"):
+        _ = bare.advantages
+    some = [Rollout([1, 2], 1, logprobs=[0.0]), Rollout([1, 2], 1)]
+    with pytest.raises(TypeError, match="but got NoneType"):
+        _ = rl.Microbatch(some, [0, 1], Whole(2, 2, 1)).logprobs

@@ -61,17 +61,13 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         if torch.is_grad_enabled():  # trials and audits run forward alone
-            seconds = self.pause * len(input_ids)
-            time.sleep(seconds)
+            time.sleep(self.pause * len(input_ids))
             self.ran.append(len(input_ids))
             if len(input_ids) > self.most:
                 raise torch.OutOfMemoryError(TEXT)
-        output = self.head(x)
-        loss = nn.functional.cross_entropy(output.transpose(1, 2), labels)
+        loss = nn.functional.cross_entropy(self.head(x).transpose(1, 2), labels)
         if self.couples:
-            mean = x.mean(1)
-            total = mean.var(0, correction=0).sum()
-            loss = loss + total
+            loss = loss + x.mean(1).var(0, correction=0).sum()
         return {"loss": loss}
 
 
@@ -95,9 +91,7 @@ def one_process(epochs: int) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for first in [*range(0, len(LENGTHS), 8)] * epochs:
         optimizer.zero_grad()
-        batch = samples()[first : first + 8]
-        output = model(**padded(batch))
-        output["loss"].backward()
+        model(**padded(samples()[first : first + 8]))["loss"].backward()
         optimizer.step()
     return full_parameters(model)
 
@@ -306,8 +300,7 @@ def test_every_door_trains_the_same_and_says_the_same(rank, name, door, tmp_path
         trained = DOORS[door](rank, model, case, case.epochs, str(tmp_path))
     if case.is_exact:
         assert_same(trained.parameters, one_process(case.epochs))
-    expected = of_all_ranks(trained.parameters)[0]
-    assert_same(trained.parameters, expected)
+    assert_same(trained.parameters, of_all_ranks(trained.parameters)[0])
     if case.levels:
         fast, slow = map(sum, of_all_ranks(model.ran))
         assert fast + slow == case.epochs * len(LENGTHS)
@@ -317,4 +310,5 @@ def test_every_door_trains_the_same_and_says_the_same(rank, name, door, tmp_path
     else:
         assert trained.stolen == 0
     told = [case.says.replace("NAME", door) in message for message in messages]
-    assert not case.says or 1 <= sum(of_all_ranks(sum(told))) <= 2, messages
+    if case.says:
+        assert 1 <= sum(of_all_ranks(sum(told))) <= 2, messages

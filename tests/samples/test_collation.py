@@ -199,14 +199,12 @@ def test_no_padded_microbatch_is_above_the_cap() -> None:
                     LENGTHS, minibatch_size=3, balance=policy, collate_fn=padder(multiple), rank=rank
                 )
                 assert own.collation == Collation("padded", multiple=multiple)
-                largest = max(sizes(own))
-                assert largest <= -(-30 // multiple) * multiple
+                assert max(sizes(own)) <= -(-30 // multiple) * multiple
                 for minibatch in own:
                     assert minibatch.origin is not None
                     for batch, detail in zip(minibatch, minibatch.origin.details, strict=True):
                         size = batch["input_ids"].size(1)
-                        expected = [size] * len(batch["input_ids"])
-                        assert detail.lengths == expected
+                        assert detail.lengths == [size] * len(batch["input_ids"])
 
 
 def test_a_stream_is_planned_with_its_padding() -> None:
@@ -272,8 +270,7 @@ def test_a_few_samples_are_read_and_collated_once() -> None:
     probe = own.probe()
     assert [len(sample["labels"]) for sample in probe.samples] == [10, 11, 12, 17]
     assert sorted(read) == [0, 1, 2, 3]
-    expected = [1] * 4 + [2] * 5
-    assert sorted(batches) == expected
+    assert sorted(batches) == [1] * 4 + [2] * 5
     read.clear()
     assert sum(map(len, own)) > 0
     assert sorted(read) == [0, 1, 2, 3], "as training reads them"

@@ -225,8 +225,7 @@ def test_the_collated_form_tells_a_length_that_the_sample_does_not(name):
     samples = [make(index) for index in range(4)]
     data = Samples(samples * 3)
     before = digest_of(samples)
-    found = find_lengths(data, collate_fn=collate_fn or list)
-    assert found.values.tolist() == expected * 3
+    assert find_lengths(data, collate_fn=collate_fn or list).values.tolist() == expected * 3
     assert digest_of(samples) == before, "collators get copies"
     assert torch.equal(torch.get_rng_state(), state)
     if name == "equal images":
@@ -258,8 +257,7 @@ def test_texts_that_the_step_makes_tokens_of_are_measured_by_their_characters():
         ({"q": "some", "p": ["more", ""], "none": None}, list, 8),
         ("", list, 1),
     ):
-        found = find_lengths(Samples([sample] * 3), collate_fn=collate_fn)
-        assert found.values.tolist() == [length] * 3
+        assert find_lengths(Samples([sample] * 3), collate_fn=collate_fn).values.tolist() == [length] * 3
 
 
 def test_a_graph_has_the_length_of_its_nodes():
@@ -289,8 +287,7 @@ def test_given_lengths_come_first_then_a_function_then_what_the_data_set_says_an
     dataset = Subset(told, [4, 0])
     assert find_lengths(dataset).values.tolist() == [5, 3]
     assert told.reads == 0
-    found = find_lengths(told, length_fn=lambda row: 2 * len(row))
-    assert found.values.tolist() == [6, 2, 8, 2, 10]
+    assert find_lengths(told, length_fn=lambda row: 2 * len(row)).values.tolist() == [6, 2, 8, 2, 10]
     concat_dataset = ConcatDataset([told, Samples([[1, 2]])])
     assert find_lengths(concat_dataset).values.tolist() == [3, 1, 4, 1, 5, 2]
     assert find_lengths(Samples(ROWS)).values.tolist() == [3, 1, 4, 1, 5]
@@ -369,6 +366,5 @@ def test_a_digest_sees_into_samples():
     assert digest_of({"a": 1, "b": None}) == digest_of({"b": None, "a": 1}) != digest_of({"a": 1, "b": 0})
     bits = [torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)]
     assert digest_of(bits[0]) != digest_of(bits[1])
-    content = np.array(["x"], dtype=object)
-    assert digest_of(content) != digest_of(np.array(["y"], dtype=object))
+    assert digest_of(np.array(["x"], dtype=object)) != digest_of(np.array(["y"], dtype=object))
     assert digest_of(["ab", "c"]) != digest_of(["a", "bc"])

@@ -15,16 +15,11 @@ from tests.support.refusals import assert_refused
 
 
 def test_two_samples_in_one_row() -> None:
-    samples = [[5, 6, 7], torch.tensor([8, 9])]
-    batch = pack_samples(samples)
-    found = batch["input_ids"].tolist()
-    assert found == [[5, 6, 7, 8, 9]]
-    found = batch["labels"].tolist()
-    assert found == [[IGNORE_INDEX, 6, 7, IGNORE_INDEX, 9]]
-    found = batch["position_ids"].tolist()
-    assert found == [[0, 1, 2, 0, 1]]
-    found = batch["cu_seqlens"].tolist()
-    assert found == [0, 3, 5]
+    batch = pack_samples([[5, 6, 7], torch.tensor([8, 9])])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
+    assert batch["labels"].tolist() == [[IGNORE_INDEX, 6, 7, IGNORE_INDEX, 9]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 5]
     expected = {
         "input_ids": torch.int64,
         "labels": torch.int64,
@@ -38,8 +33,7 @@ def test_two_samples_in_one_row() -> None:
     batch = pack_samples(
         [{"input_ids": tokens, "labels": labels}, {"input_ids": [5, 6]}]
     )  # its own labels are kept
-    found = batch["labels"].tolist()
-    assert found == [[IGNORE_INDEX, IGNORE_INDEX, 3, 4, IGNORE_INDEX, 6]]
+    assert batch["labels"].tolist() == [[IGNORE_INDEX, IGNORE_INDEX, 3, 4, IGNORE_INDEX, 6]]
     assert labels.tolist() == [1, IGNORE_INDEX, 3, 4], "what was given is not changed"
 
 
@@ -48,11 +42,8 @@ def test_two_samples_in_one_row() -> None:
 def test_unpacking_undoes_packing(samples: list[list[int]]) -> None:
     batch = pack_samples(samples)
     pieces = batch["input_ids"][0].split(batch["cu_seqlens"].diff().tolist())
-    found = [piece.tolist() for piece in pieces]
-    assert found == samples
-    expected = sum(len(sample) - 1 for sample in samples)
-    total = (batch["labels"] != IGNORE_INDEX).sum()
-    assert int(total) == expected
+    assert [piece.tolist() for piece in pieces] == samples
+    assert int((batch["labels"] != IGNORE_INDEX).sum()) == sum(len(sample) - 1 for sample in samples)
 
 
 def test_bad_samples_are_named() -> None:
@@ -92,21 +83,16 @@ def test_padding_is_cut_away_on_all_sides() -> None:
         kept = [token for token, is_kept in zip([4, 5, 6, 7], mask, strict=True) if is_kept]
         sample = {"input_ids": [4, 5, 6, 7], "labels": [4, 5, 6, 7], "attention_mask": mask}
         batch = PackingCollator()([sample, [1, 2]])
-        found = batch["input_ids"].tolist()
-        assert found == [[*kept, 1, 2]]
-        found = batch["labels"].tolist()
-        assert found == [[IGNORE_INDEX, kept[1], IGNORE_INDEX, 2]]
+        assert batch["input_ids"].tolist() == [[*kept, 1, 2]]
+        assert batch["labels"].tolist() == [[IGNORE_INDEX, kept[1], IGNORE_INDEX, 2]]
 
 
 def test_what_the_users_collator_does_to_a_sample_stays() -> None:
     batch = PackingCollator(padding)([{"input_ids": [4, 5, 6, 7]}, {"input_ids": [8, 9, 1]}])
-    expected = [[4, 5, 6, 7, 8, 9, 1]]
-    assert batch["input_ids"].tolist() == expected
-    expected = [[-100, -100, 6, 7, -100, -100, 1]]
-    assert batch["labels"].tolist() == expected
+    assert batch["input_ids"].tolist() == [[4, 5, 6, 7, 8, 9, 1]]
+    assert batch["labels"].tolist() == [[-100, -100, 6, 7, -100, -100, 1]]
     once = PackingCollator(pack_samples)([[4, 5, 6], [7]])
-    found = once["position_ids"].tolist()
-    assert found == [[0, 1, 2, 0]]
+    assert once["position_ids"].tolist() == [[0, 1, 2, 0]]
     input_ids = PackingCollator(torch.utils.data.default_collate)([[4, 5], [7]])["input_ids"]
     assert input_ids.tolist() == [[4, 5, 7]]
 
@@ -139,13 +125,10 @@ def test_the_usual_collators_of_hugging_face_lose_their_padding_alone() -> None:
     )
     to_multiples = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=8)
     batch = PackingCollator(to_multiples)([{"input_ids": [4, 5, 0, 6]}, {"input_ids": [7, 8]}])
-    found = batch["input_ids"].tolist()
-    assert found == [[4, 5, 0, 6, 7, 8]]
+    assert batch["input_ids"].tolist() == [[4, 5, 0, 6, 7, 8]]
     expected = [[-100, 5, -100, 6, -100, 8]]
     assert batch["labels"].tolist() == expected, "this collator ignores 0 inside of a text, too"
     to_length = transformers.DataCollatorForSeq2Seq(tokenizer, padding="max_length", max_length=8)
     batch = PackingCollator(to_length)([{"input_ids": [4, 5, 6], "labels": [-100, -100, 6]}])
-    found = batch["input_ids"].tolist()
-    assert found == [[4, 5, 6]]
-    expected = [[-100, -100, 6]]
-    assert batch["labels"].tolist() == expected
+    assert batch["input_ids"].tolist() == [[4, 5, 6]]
+    assert batch["labels"].tolist() == [[-100, -100, 6]]

@@ -21,18 +21,15 @@ def test_a_layout_has_rows_and_columns():
     assert layout.node == 1
     assert layout.row_of(1) == [3, 4, 5]
     assert layout.column == [1, 4]
-    found = [Layout(2, 3, rank).leads for rank in range(6)]
-    assert found == [True, False, False, True, False, False]
-    found = layout_of(None, num_nodes=3, world_size=6, rank=0)
-    assert found == Layout(3, 2, 0)
+    assert [Layout(2, 3, rank).leads for rank in range(6)] == [True, False, False, True, False, False]
+    assert layout_of(None, num_nodes=3, world_size=6, rank=0) == Layout(3, 2, 0)
 
 
 @on_ranks(2)
 def test_a_device_mesh_says_which_ranks_form_a_node(rank):
     init_gloo(rank)
     mesh = init_device_mesh("cpu", (2, 1))
-    found = layout_of(mesh, num_nodes=1, world_size=2, rank=rank, on_demand=False)
-    assert found == Layout(2, 1, rank)
+    assert layout_of(mesh, num_nodes=1, world_size=2, rank=rank, on_demand=False) == Layout(2, 1, rank)
     with pytest.raises(
         ValueError, match="2 ranks do not form 2 rows of 1 in ascending order, a row for each node"
     ):
@@ -56,5 +53,4 @@ def test_a_mesh_from_the_command_line():
     )
     strategy: Any = command.trainer.strategy
     assert strategy.sharding_strategy.name == "HYBRID_SHARD"
-    found = layout_of(strategy.device_mesh, num_nodes=1, world_size=4, rank=3)
-    assert found == Layout(2, 2, 3)
+    assert layout_of(strategy.device_mesh, num_nodes=1, world_size=4, rank=3) == Layout(2, 2, 3)

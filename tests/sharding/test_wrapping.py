@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
@@ -19,7 +20,7 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_odc.sharding.wrapping import (
     mesh_for,
@@ -110,15 +111,13 @@ class Gan(LightningModule):
 @pytest.mark.parametrize("options", [{"sharding_strategy": "auto"}, {"auto_wrap_policy": {nn.Linear}}])
 def test_adversarial_networks_of_plain_layers_are_trained_as_under_ddp(rank, options):
     """Two ranks sum two fp32 gradients, and a sum of two numbers has no order: equal bit for bit."""
-    generator = torch.Generator().manual_seed(rank)
-    batches = list(torch.randn(3, 4, 5, generator=generator))
+    batches = list(torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(rank)))
     begin = full_parameters(Gan())
     watch = Watch()
     ours = fitted(Gan(), batches, callbacks=[watch], **options)
     assert are_equal(ours, fitted(Gan(), batches, strategy="ddp_find_unused_parameters_true"))
     for name, value in begin.items():
-        largest = (ours[name] - value).abs().max()
-        assert largest > 1e-3
+        assert (ours[name] - value).abs().max() > 1e-3
     assert watch.reads > 0
 
 
@@ -147,13 +146,11 @@ def test_a_policy_that_takes_everything_leaves_out_what_has_no_parameters_left()
 def test_nested_targets_come_innermost_first():
     model = Net()
     targets = wrap_targets(model, ModuleWrapPolicy({Block, nn.LayerNorm}))
-    order = names(model, targets)
-    assert len(order) == 6
+    assert len(names(model, targets)) == 6
     assert isinstance(targets[0], nn.LayerNorm)
     positions = {id(module): index for index, module in enumerate(targets)}
     for block in model.blocks:
-        found = positions[id(block.norm)]
-        assert found < positions[id(block)]
+        assert positions[id(block.norm)] < positions[id(block)]
 
 
 def test_other_dtypes_become_units_of_their_own():
@@ -198,6 +195,24 @@ def test_the_rest_is_the_root_unit_and_sharding_twice_changes_nothing(rank):
         assert units == ["FSDPNet", *["FSDPBlock"] * 3]
     assert isinstance(model.embed.weight, DTensor)
     assert model.embed.weight.to_local().shape == torch.Size([6 - rank, 7])
+
+
+@on_ranks(2)
+def test_dtensor_finds_out_of_an_operation_once_in_a_process(rank):
+    init_gloo(rank)
+    first = mesh_for("cpu", 2)
+    again = mesh_for("cpu", 2)
+    assert first == again
+    assert hash(first) == hash(again)
+    plain = init_device_mesh("cpu", (2,), mesh_dim_names=again.mesh_dim_names)
+    assert plain != again, "a result would have a mesh that does not meet before collectives"
+    calls = []
+    first.before_collective[lambda: calls.append(rank)] = None
+    shards = distribute_tensor(torch.ones(4), again, [Shard(0)])
+    total = shards.sum().full_tensor()
+    first.before_collective.popitem()
+    assert total == 4
+    assert calls
 
 
 def test_in_which_dtype_gradients_are_handed_over():

@@ -97,8 +97,7 @@ def test_whatever_counts_optimizer_steps_counts_as_before(rank, tmp_path):
         assert module.validated == [2, 5]
         assert as_made(t) == (4, 1.0, 8)
         assert len(set(module.rates.values())) > 2, "both schedulers step"
-        found = [path.name for path in place.glob("*.ckpt")]
-        assert found == ["step=4.ckpt"]
+        assert [path.name for path in place.glob("*.ckpt")] == ["step=4.ckpt"]
         rows = csv.DictReader((place / "metrics.csv").open())
         seen.append((module.rates, [row["step"] for row in rows if row.get("at")]))
     assert seen[0] == seen[1]
@@ -123,10 +122,8 @@ def test_a_run_that_fails_puts_numbers_back(rank):
     module = Counted(fails=True)
     with pytest.raises(RuntimeError, match="a failure of the user's"):
         fit("lb_mini", module, loader(), limit_train_batches=8)
-    found = as_made(module.trainer)
-    assert found == (4, 8, 1.0)
-    found = module.factors[-1]
-    assert found == 1, "it was folded while it ran"
+    assert as_made(module.trainer) == (4, 8, 1.0)
+    assert module.factors[-1] == 1, "it was folded while it ran"
 
 
 @on_ranks(2)
@@ -139,15 +136,12 @@ def test_steps_of_runs_that_limits_and_schedules_change(rank):
     warned = pytest.warns(UserWarning, match="so each of them is balanced alone")
     with warned if rank == 0 else nullcontext():
         counted = Counted(asks=False)
-        found = fit("lb_mini", counted, loader(), **scheduled).global_step
-        assert found == 11 + 3
+        assert fit("lb_mini", counted, loader(), **scheduled).global_step == 11 + 3
     limited = fit("lb_mini", Counted(), loader(), limit_train_batches=0.4, max_epochs=1)
     assert limited.global_step == 1
     assert limited.num_training_batches == 1
-    found = fit("lb_mini", Counted(), loader(), max_steps=4, max_epochs=-1).global_step
-    assert found == 4
-    found = fit("lb_mini", Counted(), loader(drop_last=True), max_epochs=1).global_step
-    assert found == 3
+    assert fit("lb_mini", Counted(), loader(), max_steps=4, max_epochs=-1).global_step == 4
+    assert fit("lb_mini", Counted(), loader(drop_last=True), max_epochs=1).global_step == 3
 
 
 @on_ranks(2)
@@ -160,8 +154,7 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit_or_says_what_
     t = fit("lb_mini", whole, loader(shuffle=True), callbacks=[save], enable_checkpointing=True)
     u = fit("lb_mini", again, loader(shuffle=True), ckpt_path=path)
     assert t.global_step == u.global_step == 6
-    found = {step: whole.rates[step] for step in again.rates}
-    assert found == again.rates
+    assert {step: whole.rates[step] for step in again.rates} == again.rates
     with pytest.raises(ValueError, match=r"Write Trainer\(accumulate_grad_batches=4\)"):
         fit("lb_mini", Counted(), loader(shuffle=True), accumulate_grad_batches=2, ckpt_path=path)
     assert fits.are_equal(full_parameters(whole), full_parameters(again))

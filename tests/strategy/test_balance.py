@@ -43,10 +43,8 @@ class Padded(pl.LightningModule):
         self.sizes: list[list[int]] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        total = (batch >= 0).sum(1)
-        self.sizes.append(total.tolist())
-        output = self.net(batch.clamp(min=0))
-        logits = output[:, :-1].flatten(0, 1)
+        self.sizes.append((batch >= 0).sum(1).tolist())
+        logits = self.net(batch.clamp(min=0))[:, :-1].flatten(0, 1)
         targets = batch[:, 1:].flatten()
         loss = nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
         count = (targets >= 0).sum()
@@ -90,9 +88,9 @@ def test_one_line_balances_and_the_gradient_is_exact(rank, policy, counted, comm
     assert t.global_step == 3
     first, second = of_all_ranks(module.sizes)
     sizes = sorted(size for batch in first + second for size in batch)
-    expected = sorted(len(sample) for sample in SAMPLES)
-    assert sizes == expected, "every sample exactly once"
-    assert len(first) == len(second) or policy in ("lb_mini", "steal")
+    assert sizes == sorted(len(sample) for sample in SAMPLES), "every sample exactly once"
+    if policy not in ("lb_mini", "steal"):
+        assert len(first) == len(second)
 
 
 @pytest.mark.parametrize(("name", "balance"), [("odc", "auto"), ("odc_plain", None)])
@@ -130,8 +128,7 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("communication", "deterministic", "world_size", "indexed", "policy"), CHOSEN)
 def test_auto_chooses_what_can_run(communication, deterministic, world_size, indexed, policy):
-    found = choose_policy(communication, world_size, "cpu", can_read=indexed, is_fixed=deterministic)
-    assert found == policy
+    assert choose_policy(communication, world_size, "cpu", can_read=indexed, is_fixed=deterministic) == policy
     found = choose_policy(communication, world_size, "cuda", can_read=indexed, is_fixed=deterministic)
     assert found == policy.replace("steal", "lb_mini")
     ODCStrategy(balance="auto", communication=communication, deterministic=deterministic)
@@ -223,8 +220,7 @@ def test_one_loader_in_a_dict_or_list_is_balanced_and_the_step_gets_its_batches_
 
 
 def ids(size: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 11, (size,), generator=generator)
+    return torch.randint(1, 11, (size,), generator=torch.Generator().manual_seed(seed))
 
 
 def tables(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -253,8 +249,7 @@ class Scores(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         scores = 0.0
         for table in batch.values():
-            total = self.layers[0](table.flatten(1).long()).sum(1)
-            hidden = total / 9
+            hidden = self.layers[0](table.flatten(1).long()).sum(1) / 9
             scores = scores + self.layers[1](hidden.tanh()).squeeze(1)
         self.rows.append(len(scores))
         return scores.square().mean()
@@ -381,26 +376,22 @@ def test_callbacks_get_the_rows_of_all_microbatches_as_one_tensor(rank):
     module = Returns()
     fit(module, plain(), cost="tokens", balance="lb_mini", callbacks=[callback])
     begin = 0
-    largest = max(outputs["microbatches"] for outputs in callback.seen)
-    assert largest > 1
+    assert max(outputs["microbatches"] for outputs in callback.seen) > 1
     for outputs in callback.seen:
         count = outputs["microbatches"]
         sizes = module.sizes[begin : begin + count]
         begin += count
-        expected = (sum(map(len, sizes)),)
-        assert outputs["preds"].shape == expected
+        assert outputs["preds"].shape == (sum(map(len, sizes)),)
         assert not outputs["preds"].requires_grad
         assert outputs["number"].shape == (count,)
         assert outputs["text"] == ["a"] * count
         assert len(outputs["pair"]) == count
         if len({max(own) for own in sizes}) > 1:  # padded to different lengths
-            found = [len(table) for table in outputs["table"]]
-            assert found == [len(own) for own in sizes]
+            assert [len(table) for table in outputs["table"]] == [len(own) for own in sizes]
             assert isinstance(outputs["table"], list)
     everything = torch.cat([outputs["preds"] for outputs in callback.seen])
     both = torch.cat(of_all_ranks(everything))
-    expected = sorted(float(sample[0]) - 5 for sample in SAMPLES)
-    assert both.sort().values.tolist() == expected
+    assert both.sort().values.tolist() == sorted(float(sample[0]) - 5 for sample in SAMPLES)
 
 
 class OwnLoader:
@@ -479,7 +470,8 @@ def test_auto_leaves_alone_what_it_cannot_balance_and_says_so_once(rank, name):
     assert t.global_step > 0
     is_warned = rank == 0 and name != "plain"
     assert words.count("leaves the training data as it is") == is_warned, words
-    assert rank > 0 or re.search(reason, words), words
+    if rank == 0:
+        assert re.search(reason, words), words
     assert "Expected" not in words
 
 

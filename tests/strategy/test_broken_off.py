@@ -73,8 +73,7 @@ class Holds(Short):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         if self.trips > self.known_trips:
-            total = sum(one() is not None for one in self.made)
-            self.held.append(total)
+            self.held.append(sum(one() is not None for one in self.made))
         self.known_trips = self.trips
         self.batch = batch
         embedded = self.net.embed(batch)
@@ -82,8 +81,7 @@ class Holds(Short):
         aside = Keeps.apply(x, self.made)
         for block in self.net.blocks:
             x = Keeps.apply(block(x), self.made)
-        output = self.net.head(x + aside)
-        logits = output[:, :-1]
+        logits = self.net.head(x + aside)[:, :-1]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         self.log("loss", loss)
         # Lightning holds what the step of a plain batch has returned, and a view keeps its graph.
@@ -144,8 +142,7 @@ def planned_in_parts(minibatch: Minibatch, m: int, fits: int) -> Minibatch:
         if len(rows) <= fits:
             yield rows
             return
-        sizes = [1.0] * len(rows)
-        at = middle(sizes)
+        at = middle([1.0] * len(rows))
         yield from parts(rows[:at])
         yield from parts(rows[at:])
 
@@ -194,8 +191,7 @@ class Routed(Short):
         routed = batch[:, 0] != 0
         if routed.any():
             x = x.index_put((routed,), self.net.blocks[2](x[routed]))
-        output = self.net.head(x)
-        logits = output[:, :-1]
+        logits = self.net.head(x)[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
 
@@ -226,8 +222,7 @@ class Conditional(Short):
         self.batch = batch
         embedded = self.net.embed(batch)
         gated = self.gate(embedded, batch[:, -1] % 2 == 1)
-        output = self.net.head(gated)
-        logits = output[:, :-1]
+        logits = self.net.head(gated)[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
 
@@ -252,9 +247,7 @@ def test_units_and_layers_that_only_some_samples_run(rank):
     whole = [*batches(0, 1)[0], *batches(1, 1)[0]]
     for module, tables in ((routed, whole), (gated, [with_last_tokens(2, 3)] * 2)):
         assert bool(module.trips) == (rank == 1)
-        expected = [one_step(type(module)(), tables)]
-        found = differences(module.states, expected)[0]
-        assert found < TOLERANCE, type(module)
+        assert differences(module.states, [one_step(type(module)(), tables)])[0] < TOLERANCE, type(module)
 
 
 class Refuses(Short):
@@ -296,16 +289,12 @@ def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank(rank, wha
         fit(module, batches(rank, 1), on_nonfinite="skip")
     counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
     counted += list(batches(0, 1)[0])
-    expected = [one_step(Short(), counted)]
-    found = differences(module.states, expected)[0]
-    assert found < TOLERANCE
+    assert differences(module.states, [one_step(Short(), counted)])[0] < TOLERANCE
     expected = rank == 1 and bool(told)
     assert bool(module.trips) == expected
     batch = f"Microbatch {m} of this rank, {ROWS[m]} samples, {(4 + m) * ROWS[m]} tokens"
     line = f"{batch}, has a loss that is not finite: it is left out of the gradient."
-    said = [one for one in caught if "left out" in one]
-    expected = [line] * (rank == 1 and what is not None)
-    assert said == expected
+    assert [one for one in caught if "left out" in one] == [line] * (rank == 1 and what is not None)
 
 
 @on_ranks(2)
@@ -317,9 +306,7 @@ def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean(rank):
     data = [table(4, 4 if (rank, step) == (1, 0) else 5, step) for step in range(2)]
     fit(module, data, on_nonfinite="skip", accumulate_grad_batches=2)
     expected = one_step(Short(), [table(4, 5, step) for step in (0, 1, 1)])  # three batches of four
-    ours = module.states[-1:]
-    found = differences(ours, [expected])[0]
-    assert found < TOLERANCE
+    assert differences(module.states[-1:], [expected])[0] < TOLERANCE
 
 
 class Unlogged(Short):
@@ -337,9 +324,7 @@ def test_a_rank_may_leave_out_all_that_it_has(rank):
         told = [["1", "forward", 0, 0]]
     module = Unlogged(told)
     fit(module, [table(1, 4, rank)], on_out_of_memory="skip")
-    expected = [one_step(Short(), [table(1, 4, 0)])]
-    found = differences(module.states, expected)[0]
-    assert found < TOLERANCE
+    assert differences(module.states, [one_step(Short(), [table(1, 4, 0)])])[0] < TOLERANCE
 
 
 ROWS_OF_ONES = torch.ones(4, 3)
@@ -372,5 +357,4 @@ def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_
     attempt.contribution = Contribution(loss, 2.0, {}, WeightKind.PLANNED)
     moving += 1
     retry.fits(attempt)
-    found = [one is other for one, other in zip(retry.buffers, (small, moving), strict=True)]
-    assert found == [True, True]
+    assert [one is other for one, other in zip(retry.buffers, (small, moving), strict=True)] == [True, True]

@@ -132,8 +132,7 @@ def test_a_packed_batch_has_the_outputs_and_gradients_of_its_samples(kind, atten
     for piece, one in zip(pieces, alone, strict=True):
         torch.testing.assert_close(piece, one.logits[0], rtol=0, atol=1e-7)
     counts = [len(sample) - 1 for sample in samples]
-    total = sum(one.loss * count for one, count in zip(alone, counts, strict=True) if count)
-    mean = total / sum(counts)
+    mean = sum(one.loss * count for one, count in zip(alone, counts, strict=True) if count) / sum(counts)
     torch.testing.assert_close(packed.loss, mean, rtol=0, atol=1e-6)
     gradients = [torch.autograd.grad(loss, [*model.parameters()]) for loss in (packed.loss, mean)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)

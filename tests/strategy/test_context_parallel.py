@@ -76,8 +76,7 @@ def collate(samples: list[Tensor]) -> Tensor:
 
 
 def reference() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(SAMPLES), generator=generator).tolist()
+    order = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(0)).tolist()
     steps = [[SAMPLES[index][None] for index in order[8 * step : 8 * step + 8]] for step in range(3)]
     return one_process(Module(), steps)
 

@@ -48,8 +48,7 @@ def expected_of(lengths: list[list[int]], rank: int) -> dict[str, float]:
     for name, odd in (("even", 0), ("odd", 1)):
         own = [length for length in everything if length % 2 == odd]
         if own:
-            total = sum((100 * odd + n) * n for n in own)
-            result[name] = total / sum(own)
+            result[name] = sum((100 * odd + n) * n for n in own) / sum(own)
     if lengths[rank]:
         result["own"] = sum(lengths[rank]) / len(lengths[rank])
     return result
@@ -72,8 +71,7 @@ def assert_exact(rank: int, kind: str, cases: list[Any], communication: str = "o
         (seen,) = t.validate(module, DATA[kind](lengths[rank]), verbose=False)
         assert "log" not in vars(module)
         expected = expected_of(lengths, rank)
-        found = {n: v for n, v in seen.items() if n in expected}
-        assert found == pytest.approx(expected, rel=1e-6)
+        assert {n: v for n, v in seen.items() if n in expected} == pytest.approx(expected, rel=1e-6)
         assert not ({"even", "odd", "own"} - expected.keys()) & seen.keys()
         if kind == "minibatches":
             batches = 2 * len(lengths)
@@ -119,8 +117,7 @@ def test_every_loader_has_its_values_on_every_rank(rank):
         {f"length/dataloader_idx_{i}": length, f"only_{i}": 1.0, f"hooks/dataloader_idx_{i}": 1.0}
         for i, length in enumerate((5.0, 7.0, 5.0))
     ]
-    found = trainer(2, timeout=SOON).validate(Several(), loaders, verbose=False)
-    assert found == expected
+    assert trainer(2, timeout=SOON).validate(Several(), loaders, verbose=False) == expected
 
 
 class Epochs(TokenModule):
@@ -153,13 +150,10 @@ def test_hooks_at_the_end_of_the_epoch_see_global_values(rank):
 
     module = doing(Epochs("items"), on_validation_epoch_end=end)
     options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 1}
-    microbatches = token_batches([4 + rank])
-    minibatch = Minibatch(microbatches)
+    minibatch = Minibatch(token_batches([4 + rank]))
     t = fit(module, [minibatch], timeout=SOON, **options)
-    found = [values["a"] for values in ends[1:]]
-    assert found == [5.0, 15.0, 25.0]
-    found = [values["b"] for values in ends[1:]]
-    assert found == [105.0, 115.0, 125.0]
+    assert [values["a"] for values in ends[1:]] == [5.0, 15.0, 25.0]
+    assert [values["b"] for values in ends[1:]] == [105.0, 115.0, 125.0]
     assert numbers(t.callback_metrics) == {"a": 25.0, "b": 125.0, "end": 0.5}
 
 
@@ -324,8 +318,7 @@ def evaluate(rank: int, kind: str, world_size: int) -> None:
     batches = [batch for own in EVALUATIONS[kind][:world_size] for batch in own]
     flat = [b for batch in batches for b in (batch if isinstance(batch, Minibatch) else [batch])]
     with torch.no_grad():
-        total = sum(summed_loss(alone.net, b).item() / (b.numel() - 1) for b in flat)
-        loss = total / len(flat)
+        loss = sum(summed_loss(alone.net, b).item() / (b.numel() - 1) for b in flat) / len(flat)
     for run in (t.validate, t.test, t.validate):
         (values,) = run(module, loader(data), verbose=False)
         val_loss = pytest.approx(loss, rel=1e-5)
@@ -333,8 +326,7 @@ def evaluate(rank: int, kind: str, world_size: int) -> None:
         lengths = [[b.shape[1] for b in batch] for batch in data if isinstance(batch, Minibatch)]
         predictions = lengths or [batch.shape[1] for batch in data]
         written.predictions.clear()
-        found = t.predict(module, loader(data))
-        assert found == predictions
+        assert t.predict(module, loader(data)) == predictions
         assert written.predictions == predictions
 
 

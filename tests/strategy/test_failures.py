@@ -88,8 +88,7 @@ def test_a_strange_error_is_told_and_the_rank_that_raised_it_is_named(name):
     for rank, survivor in enumerate(outcomes[:2]):
         assert f"PeerFailedError: Rank 2 failed, so rank {rank} stops too" in survivor.error
         assert STRANGE[name][1] in survivor.error
-    found = [outcome.exitcode for outcome in outcomes]
-    assert found == [1, 1, 1]
+    assert [outcome.exitcode for outcome in outcomes] == [1, 1, 1]
 
 
 def _raises(rank: int, at: int, folder: str) -> None:
@@ -172,8 +171,7 @@ def test_an_interrupt_ends_a_wait():
     sleeper, waiting = try_ranks(_interrupted, timeout=SECONDS)
     assert "PeerFailedError: Rank 1 failed, so rank 0 stops too" in sleeper.error
     for outcome in (sleeper, waiting):
-        found = outcome.error.split("KeyboardInterrupt", 1)[0]
-        assert "waiting.py" in found
+        assert "waiting.py" in outcome.error.split("KeyboardInterrupt", 1)[0]
         assert outcome.exitcode == 1
 
 
@@ -221,14 +219,14 @@ def test_windows_that_do_not_fit_are_told_to_every_rank(rank, later):
         module = doing(token_module, on_train_batch_start=unfreeze)
         told = failure(module, batches(2, [5]), communication="on_demand")
     assert "could not share memory with its peers: the windows (2 ranks of" in told
-    assert later or f"WindowError: On {socket.gethostname()}: Rank 0 could" in told
+    if not later:
+        assert f"WindowError: On {socket.gethostname()}: Rank 0 could" in told
 
 
 @on_ranks(2)
 def test_loaders_of_unknown_length_may_end_at_a_number_of_steps(rank):
     data = unsized(batches(2 + rank, [5]))
-    found = fit(TokenModule("items"), data, max_steps=2, max_epochs=-1).global_step
-    assert found == 2
+    assert fit(TokenModule("items"), data, max_steps=2, max_epochs=-1).global_step == 2
 
 
 def fails_once(where: str) -> TokenModule:
@@ -272,8 +270,7 @@ def test_a_failed_run_leaves_nothing_to_the_next_one(rank, where, tmp_path):
     t.fit(module, loader(shares(rank, (3, 3))))
     assert (tmp_path / where).exists(), "rank 0 waits for rank 1 at the end of a run that did not fail"
     assert_same(full_parameters(module), one_process(TokenModule("items", lr=LR), steps_of()))
-    expected = sum(LENGTHS[-1])
-    assert t.callback_metrics["length"].item() == expected
+    assert t.callback_metrics["length"].item() == sum(LENGTHS[-1])
 
 
 BATCHES = [Minibatch(token_batches([5, 9, 4], seed=seed)) for seed in range(4)]
@@ -349,7 +346,8 @@ def _terminated_while_a_peer_hangs(rank: int) -> None:
     try:
         fit(signalled(rank, signal.SIGTERM, sleep=4.0), BATCHES)
     finally:
-        assert rank == 0 or time.monotonic() - begin < 4.0
+        if rank > 0:
+            assert time.monotonic() - begin < 4.0
 
 
 def test_sigterm_does_not_wait_for_a_peer_that_hangs():
@@ -446,8 +444,7 @@ def _parts(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", PARTS)
 def test_ranks_that_part_in_mid_run_are_told(name):
     outcomes = try_ranks(_parts, name, timeout=90)
-    found = [outcome.exitcode for outcome in outcomes]
-    assert found == [1, 1]
+    assert [outcome.exitcode for outcome in outcomes] == [1, 1]
     texts = "".join(outcome.error for outcome in outcomes)
     assert re.search("DisagreementError: Rank [01] ", texts), texts
 
@@ -487,8 +484,7 @@ COUNTS = (
 )
 def test_gathering_in_the_loss_needs_equal_sizes_and_counts(lengths, pads, says):
     outcomes = try_ranks(_gathers, lengths, pads, timeout=60)
-    expected = [int(bool(says))] * 2
-    assert [outcome.exitcode for outcome in outcomes] == expected
+    assert [outcome.exitcode for outcome in outcomes] == [int(bool(says))] * 2
     for outcome in outcomes:
         assert bool(says) == ("DisagreementError" in outcome.error)
     assert re.search(says, outcomes[0].error), outcomes[0].error

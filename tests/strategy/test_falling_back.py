@@ -99,8 +99,7 @@ def test_what_cannot_run_on_demand_trains_by_balanced_collectives_bit_for_bit(
     with refuses(rank), warned() as messages, said() as text:
         t = fit(module, plain(**UNEVEN), balance="auto", precision=precision, logger=logger)
     assert isinstance(module.engine, CollectiveEngine)
-    found = of_all_ranks(module.sizes)
-    assert found == of_all_ranks(expected.sizes), "another plan"
+    assert of_all_ranks(module.sizes) == of_all_ranks(expected.sizes), "another plan"
     assert are_equal(full_parameters(module), full_parameters(expected))
     # Said once, by rank 0, with what refused and what to do; and everywhere else what runs.
     told = [message for message in messages if "trains with collectives" in message]
@@ -168,6 +167,5 @@ def test_tensor_parallel_groups_decide_alike_where_the_windows_of_some_ranks_are
     with no_room(rank), warned() as messages:
         t = groups.run(module, 4, balance="lb_mini")
     assert of_all_ranks(t.strategy.communication) == ["collective"] * 4
-    found = len([message for message in messages if "trains with collectives" in message])
-    assert found == (rank == 0)
+    assert len([message for message in messages if "trains with collectives" in message]) == (rank == 0)
     assert_same(full_parameters(module), groups.reference(), groups.CLOSE)

@@ -28,8 +28,7 @@ class Keeps(Losses):
         self.gathered: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        total = (batch["input_ids"] != 0).sum(1)
-        self.seen.append(total)
+        self.seen.append((batch["input_ids"] != 0).sum(1))
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
@@ -45,9 +44,7 @@ def test_rows_of_an_epoch_are_gathered_as_the_error_says(rank):
     module = Keeps()
     data = DataLoader(samples(SIZES), 8, collate_fn=collate)
     fit(module, data, balance="lb_mini", weighting="sample")
-    total = sum(len(rows) for rows in module.seen)
-    found = len(set(of_all_ranks(total)))
-    assert found == 2, "ranks have different numbers"
+    assert len(set(of_all_ranks(sum(len(rows) for rows in module.seen)))) == 2, "ranks have different numbers"
     assert sorted(module.gathered) == sorted(SIZES)
 
 
@@ -86,11 +83,9 @@ def test_a_step_that_gathers_runs_with_any_number_of_samples(rank, accumulated, 
         assert shape[0] == 2
     if accumulated == 2:
         padded = [*data, *data[: count % 2]]
-        total = sum(shape[1] for shape in shapes)
-        assert total * 2 == len(padded)
+        assert sum(shape[1] for shape in shapes) * 2 == len(padded)
         dealt = losses.dealt(padded, 2, 4)
-        expected = losses.meant("all_gather", dealt, 2)
-        assert largest_difference(full_parameters(module), expected) < 1e-9
+        assert largest_difference(full_parameters(module), losses.meant("all_gather", dealt, 2)) < 1e-9
 
 
 @on_ranks(2)

@@ -77,14 +77,12 @@ class Tuned(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        mean = self.mean(batch)
-        self.log("val_loss", mean, sync_dist=True)
+        self.log("val_loss", self.mean(batch), sync_dist=True)
 
     def mean(self, batch: Any) -> Tensor:
         if not self.by_hand:
             return self.model(**batch).loss
-        output = self.model(batch["input_ids"], attention_mask=batch["attention_mask"])
-        logits = output.logits[:, :-1]
+        logits = self.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
         labels = batch["labels"][:, 1:]
         mask = (labels != -100).flatten()
         labels = labels.clamp(min=0).flatten()
@@ -104,8 +102,7 @@ def one_process(minibatch: list[Sample]) -> dict[str, Tensor]:
         labels = sample["labels"][1:]
         count = sum(label != -100 for label in labels)
         if count:
-            output = module.model(**padded([sample]))
-            (output.loss * count).backward()
+            (module.model(**padded([sample])).loss * count).backward()
         counted += count
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -151,8 +148,7 @@ def test_every_collator_and_policy_has_the_gradient_over_all_predicted_tokens(ra
         assert largest_difference(found.parameters, expected) < TOLERANCE, case
         losses.append(found.loss)
     stolen = {"collate_fn": PackingCollator(), "max_tokens": 13, "balance": "steal"}
-    seconds = 0.3 * (rank == 0)
-    found = fit(rank, data, seconds, **stolen)
+    found = fit(rank, data, 0.3 * (rank == 0), **stolen)
     assert largest_difference(found.parameters, expected) < TOLERANCE
     first, second = of_all_ranks(found.ran)
     assert first < second, "rank 0 is slow and was helped"
@@ -190,8 +186,7 @@ def check_by_hand(rank: int, communication: str, world_size: int) -> None:
     counts = [float(LabelCounter(skips_first=True).of(padded([one]))) for one in MASKED]
     with torch.no_grad():
         means = [float(module.mean(padded([one]))) for one in MASKED]
-    total = sum(mean * n for mean, n in zip(means, counts, strict=True) if n)
-    expected = total / sum(counts)
+    expected = sum(mean * n for mean, n in zip(means, counts, strict=True) if n) / sum(counts)
     shape = {"num_replicas": world_size, "rank": rank, "balance": "local_sort"}
     lengths = [len(sample["input_ids"]) for sample in MASKED]
     shape |= {"lengths": lengths, "collate_fn": padded}
@@ -285,8 +280,7 @@ def fit_plain(data: list[Sample], batch_size: int, accumulate: int, workers: int
 
 @on_ranks(1)
 def test_one_rank_is_told_that_it_waits_for_no_other(rank):
-    found = fit_plain(samples(), 4, 1, balance="lb_mini")[-1]
-    assert "\nOne rank has no other one to wait for" in found
+    assert "\nOne rank has no other one to wait for" in fit_plain(samples(), 4, 1, balance="lb_mini")[-1]
 
 
 #: Batch size, batches accumulated, other options, how samples are put together, and what rank 0 says.
@@ -316,8 +310,7 @@ def test_one_step_is_that_of_one_process(rank, case):
     batch_size, accumulated, options, collation, words = WAYS[case]
     parameters, steps, loader, text = fit_plain(samples(), batch_size, accumulated, **options)
     assert steps == 1, "all accumulated batches are one optimizer step"
-    found = largest_difference(parameters, one_process(samples()))
-    assert found < TOLERANCE
+    assert largest_difference(parameters, one_process(samples())) < TOLERANCE
     assert loader.collation == Collation(collation)
     if rank == 0:
         for line in words:

@@ -71,10 +71,8 @@ def test_rank_0_returns_and_all_ranks_ran(tmp_path):
 
     returned = launch(work, 7)
     assert returned["pid"] != os.getpid()
-    found = returned["tensor"].tolist()
-    assert found == [7, 7, 7]
-    found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"0", "1"}
+    assert returned["tensor"].tolist() == [7, 7, 7]
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
     assert "LOCAL_RANK" not in os.environ
 
 
@@ -231,8 +229,7 @@ def test_cpu_ranks_share_the_cores(rank):
     module = doing(TokenModule(), on_train_start=lambda _: seen.append(torch.get_num_threads()))
     trainer(2).fit(module, loader(token_batches([5])))
     cpus = os.sched_getaffinity(0)
-    expected = max(len(cpus) // 2, 1)
-    assert seen[0] == expected
+    assert seen[0] == max(len(cpus) // 2, 1)
     assert torch.get_num_threads() == 7
 
 
@@ -362,16 +359,12 @@ def test_cells_of_one_kernel_fit_evaluate_go_on_and_survive_an_exception(tmp_pat
     fitted = result(first)
     alone = TokenModule(lr=0.01)
     expected = one_process(alone, [[batch, batch] for _ in range(2) for batch in TOKENS])
-    ours = {name: torch.tensor(value) for name, value in fitted["weights"].items()}
-    assert_same(ours, expected)
+    assert_same({name: torch.tensor(value) for name, value in fitted["weights"].items()}, expected)
     with torch.no_grad():
-        total = sum(float(alone.training_step(batch, 0)) for batch in TOKENS)
-        loss = total / len(TOKENS)
+        loss = sum(float(alone.training_step(batch, 0)) for batch in TOKENS) / len(TOKENS)
         sums = [float(alone.net(batch).sum()) for batch in TOKENS]
-    found = (fitted["status"], fitted["best"], fitted["metrics"]["reads"] > 0)
-    assert found == ("finished", True, True)
-    found = fitted["metrics"]["val_loss"]
-    assert found == pytest.approx(loss, rel=1e-5)
+    assert (fitted["status"], fitted["best"], fitted["metrics"]["reads"] > 0) == ("finished", True, True)
+    assert fitted["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-5)
     went_on = result(further)
     assert (went_on["validated"], went_on["steps"]) == (pytest.approx(loss, rel=1e-5), 18)
     assert went_on["predicted"] == pytest.approx(sums, rel=1e-4, abs=1e-4)
@@ -407,6 +400,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_script_ends_with_its_own_exit_code(tmp_path):
     """Operations of gloo are still under way when the interpreter ends."""
     script = tmp_path / "train.py"

@@ -57,19 +57,18 @@ def test_values_of_an_epoch_are_those_of_all_ranks(rank, lengths, communication)
     with warned() as caught:
         fit(before_step(TokenModule("items"), log_in_every_way), shares_of(lengths, rank), **options)
     every = [n for step in lengths for own in step for n in own]
-    mean = sum(every) / len(every)
-    expected = {"mean": mean, "sum": sum(every), "min": min(every), "max": max(every)}
+    expected = {"mean": (sum(every) / len(every)), "sum": sum(every), "min": min(every), "max": max(every)}
     expected |= {"tmax": max(every), "numpy": expected["mean"], "one": 1.0, "positional": max(every)}
     for seen, step in zip(watch.metrics, lengths * 2, strict=True):
         of_step = [n for own in step for n in own]
         reduced = [seen[f"{name}_step"] for name in ("sum", "min", "max")]
         assert reduced == [f(of_step) for f in (sum, min, max)]
         assert seen["mean_step"] == pytest.approx(sum(of_step) / len(of_step))
-        assert not step[rank] or seen["own_step"] == pytest.approx(sum(step[rank]) / len(step[rank]))
+        if step[rank]:
+            assert seen["own_step"] == pytest.approx(sum(step[rank]) / len(step[rank]))
     own = [n for step in lengths for n in step[rank]]
     for seen in watch.epochs:
-        found = {name: seen[f"{name}_epoch"] for name in expected}
-        assert found == pytest.approx(expected)
+        assert {name: seen[f"{name}_epoch"] for name in expected} == pytest.approx(expected)
         assert seen["own_epoch"] == pytest.approx(sum(own) / len(own))
     # Lightning's advice is right where a user did not synchronise. It comes once, on rank 0.
     advice = [w for w in caught if "It is recommended to use `self.log(" in w]
@@ -112,8 +111,7 @@ def test_hooks_log_once_per_minibatch_however_empty(rank):
     data = shares_of([[[4, 6], []], [[5], []]], rank)
     t = fit(doing(TokenModule("items"), **hooks), data, 2, validation, timeout=SOON)
     seen = {name: value for name, value in numbers(t.callback_metrics).items() if "hook" in name}
-    expected = {"hook": 1.5, "own_hook": 1.0 + rank, "val_hook": 1.5}
-    assert seen == expected
+    assert seen == {"hook": 1.5, "own_hook": 1.0 + rank, "val_hook": 1.5}
 
 
 def log_length(own: Any, batch: Tensor) -> None:
@@ -129,8 +127,7 @@ def test_what_weighs_nothing_has_no_part_in_a_mean(rank):
     fit(before_step(TokenModule(), log_length), shares, callbacks=[watch := Watch()], timeout=SOON)
     (seen,) = watch.epochs
     assert seen["mean_epoch"] == 6.5
-    expected = 4 + 4 + 6 + 7
-    assert seen["sum_epoch"] == expected
+    assert seen["sum_epoch"] == 4 + 4 + 6 + 7
 
 
 class Counts(TokenModule):
@@ -189,8 +186,7 @@ MERGED: list[tuple[list[tuple[Any, Any]], dict[str, Any], list[tuple[float, floa
 
 def test_a_mean_is_weighted_by_microbatch():
     for values, options, expected in MERGED:
-        found = merged(values, **options)
-        assert found == [pytest.approx(one, nan_ok=True) for one in expected], values
+        assert merged(values, **options) == [pytest.approx(one, nan_ok=True) for one in expected], values
 
 
 def test_what_is_wrong_or_no_number_is_found_out_at_once():
@@ -209,8 +205,7 @@ def test_what_is_wrong_or_no_number_is_found_out_at_once():
         book.take()
         module.log("y", "text", on_epoch=True)
         module.log("z", torch.ones(2))
-    found = [call.args[0] for call in log.call_args_list]
-    assert found == ["y", "z"], "which Lightning gets as they are"
+    assert [call.args[0] for call in log.call_args_list] == ["y", "z"], "which Lightning gets as they are"
 
 
 def test_names_are_sent_only_to_ranks_that_need_them():
@@ -223,5 +218,4 @@ def test_names_are_sent_only_to_ranks_that_need_them():
         module.log("shared", 1.0, sync_dist=True, on_epoch=True)
         module.log("own", 1.0)
     (entry,) = json.loads(json.dumps(book.post()))
-    found = entry[:3]
-    assert found == ["shared", "mean", {"sync_dist": True, "on_epoch": True}]
+    assert entry[:3] == ["shared", "mean", {"sync_dist": True, "on_epoch": True}]

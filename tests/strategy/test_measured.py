@@ -90,8 +90,7 @@ def test_all_ranks_learn_the_same_and_the_gradient_is_exact(rank, strategy):
     module, balanced = fit_lame(rank, **strategy)
     assert begun_alike(balanced) == 3
     assert_same(full_parameters(module), reference(2))
-    found = sum(map(sum, of_all_ranks(module.tokens)))
-    assert found == sum(map(len, SAMPLES))
+    assert sum(map(sum, of_all_ranks(module.tokens))) == sum(map(len, SAMPLES))
 
 
 @on_ranks(2)
@@ -169,8 +168,7 @@ def draw(rank: int, policy: str, slow_rank: int, seed: int) -> list[dict[int, li
     drawn: dict[int, list[float]] = {}
 
     def act(own: Any, batch: Tensor) -> None:
-        seconds = 0.02 * batch.shape[1] * (rank == slow_rank)
-        time.sleep(seconds)
+        time.sleep(0.02 * batch.shape[1] * (rank == slow_rank))
         drawn[batch.shape[1]] = torch.nn.functional.dropout(torch.ones(8)).tolist()
 
     module = before_step(TokenModule("items", lr=0.01), act)
@@ -194,8 +192,7 @@ def test_dropout_is_that_of_the_microbatch_whoever_runs_it(rank):
     calm, fast, slow, reseeded = (first | second for first, second in drawn)
     assert len(calm) == 12
     assert calm == fast == slow
-    found = len({tuple(values) for values in calm.values()})
-    assert found > 6, "different for each"
+    assert len({tuple(values) for values in calm.values()}) > 6, "different for each"
     assert set(drawn[1][0]) != set(drawn[2][0]), "placed differently"
     for size, values in reseeded.items():
         assert values != calm[size]
@@ -227,8 +224,7 @@ def test_overfit_batches_repeats_the_same_samples(rank, shuffle):
     module = Padded()
     options = {"balance": "local_sort", "use_distributed_sampler": True, "overfit_batches": 2}
     fit(module, plain(batch_size=2, shuffle=shuffle), max_epochs=3, **options)
-    expected = 3 * 2 * 2
-    assert len(module.sizes) == expected
+    assert len(module.sizes) == 3 * 2 * 2
     assert module.sizes[:4] == module.sizes[8:] != module.sizes[4:8], "ranks take turns from epoch to epoch"
     for epoch in range(3):
         both = of_all_ranks(module.sizes[4 * epoch : 4 * epoch + 4])

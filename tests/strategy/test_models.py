@@ -177,8 +177,7 @@ class Samples(CausalLM):
         tokens = (4, 24)[self.global_rank]
         with outer, counted(self.net, strategy.engine, self.counts):
             answer = self.net.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **self.options)
-        expected = prompt.shape[1] + tokens
-        assert answer.shape[1] == expected
+        assert answer.shape[1] == prompt.shape[1] + tokens
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.sample(batch)
@@ -297,8 +296,7 @@ def test_blocks_have_one_graph_for_a_row_and_one_for_several_and_the_limit_is_sa
 @on_ranks(2)
 def test_blocks_compiled_to_cpp(rank):
     # Fused kernels round otherwise: see the tolerances in test_parity, with a ten times larger step here.
-    found = compiled_difference(rank, "inductor", 1, auto_wrap_policy={Block})
-    assert found <= 1e-4
+    assert compiled_difference(rank, "inductor", 1, auto_wrap_policy={Block}) <= 1e-4
 
 
 @on_ranks(2)
@@ -312,8 +310,7 @@ def test_the_default_policy_says_what_it_chose_and_an_empty_one_that_it_chose_no
         expected = (1, 1)
     else:
         expected = (0, 0)
-    found = (len(lines), len(warnings_))
-    assert found == expected
+    assert (len(lines), len(warnings_)) == expected
     for line in lines:
         assert "(3 x Block) and the rest as one unit" in line
     for line in lines:
@@ -335,11 +332,9 @@ def test_statistics_are_those_of_each_rank_until_they_are_levelled(rank, tmp_pat
     module = fits.before_step(TokenModule(), lambda own, batch: own.batch_norm(batch.float().T))
     module.batch_norm = nn.BatchNorm1d(1)
     fits.doing(module, on_validation_start=level)
-    microbatches = token_batches([9, 5, 6], seed=rank)[: 1 + 2 * rank]
-    t = fits.fit(module, [Minibatch(microbatches)])
+    t = fits.fit(module, [Minibatch(token_batches([9, 5, 6], seed=rank)[: 1 + 2 * rank])])
     means = of_all_ranks(module.batch_norm.running_mean.clone())
-    expected = 1 + 2 * rank
-    assert int(module.batch_norm.num_batches_tracked) == expected
+    assert int(module.batch_norm.num_batches_tracked) == 1 + 2 * rank
     assert not torch.equal(*means)
     t.save_checkpoint(path := tmp_path / "full.ckpt")
     state_dict = torch.load(path)["state_dict"]
@@ -347,8 +342,7 @@ def test_statistics_are_those_of_each_rank_until_they_are_levelled(rank, tmp_pat
     t.validate(module, loader(token_batches([5])), verbose=False)
     levelled = of_all_ranks(module.batch_norm.running_mean)
     assert torch.equal(*levelled)
-    expected = sum(means) / 2
-    torch.testing.assert_close(levelled[0], expected)
+    torch.testing.assert_close(levelled[0], sum(means) / 2)
 
 
 def test_a_collective_in_the_step_works_with_equal_counts_and_ends_with_a_hint_if_they_differ():
@@ -365,7 +359,6 @@ def meet(*_: Any) -> None:
 
 
 def _meets(rank: int, counts: tuple[int, int]) -> None:
-    sizes = [5, 6, 7][: counts[rank]]
-    minibatch = Minibatch(token_batches(sizes))
+    minibatch = Minibatch(token_batches([5, 6, 7][: counts[rank]]))
     before_step = fits.before_step(TokenModule("items"), meet)
     fits.fit(before_step, [minibatch], timeout=timedelta(seconds=2))

@@ -50,8 +50,7 @@ def test_clipping_and_saving_are_collectives_in_host_memory(rank, backend):
         saved = optimizer_state(nn.Module(), optimizer, full=True)
     finally:
         dist.destroy_process_group()
-    expected = pytest.approx(10**0.5)
-    assert precision.gradient_norm.item() == expected  # of 1, 1, 2, 2
+    assert precision.gradient_norm.item() == pytest.approx(10**0.5)  # of 1, 1, 2, 2
     if rank > 0:
         assert saved == {}
     else:

@@ -107,8 +107,7 @@ def _with_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """As if it had been loaded: every element has another first and second moment."""
     state = optimizer.state_dict()
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        values = torch.linspace(0.5, 1.0, parameter.numel())
-        moment = values.reshape(parameter.shape)
+        moment = torch.linspace(0.5, 1.0, parameter.numel()).reshape(parameter.shape)
         moments = {"exp_avg": -moment, "exp_avg_sq": moment.square()}
         state["state"][number] = {"step": torch.tensor(3.0), **moments}
     optimizer.load_state_dict(state)
@@ -311,8 +310,7 @@ def trained(name: str, batches: list[Tensor], world_size: int, **more: Any) -> A
 @pytest.fixture
 def one_device(name):
     """The same of plain Lightning on one device, where a batch has a row for each rank."""
-    batches = [torch.cat(pair) for pair in zip(*BATCHES, strict=True)]
-    return trained(name, batches, 1)
+    return trained(name, [torch.cat(pair) for pair in zip(*BATCHES, strict=True)], 1)
 
 
 #: Of every kind of style at least one.
@@ -337,8 +335,7 @@ USUAL += [
 def test_as_plain_lightning_on_one_device(rank, name, one_device):
     parameters, course, values = one_device
     start = full_parameters(STYLES[name][0]())
-    total = sum((parameters[key] - start[key]).abs().sum().item() for key in start)
-    assert 1e-3 < total < 1e3
+    assert 1e-3 < sum((parameters[key] - start[key]).abs().sum().item() for key in start) < 1e3
     assert values["global_step"] > 0
     for is_in_order in (False, True)[: 1 + (name in IN_ORDER)]:
         ours, our_course, our_values = trained(name, BATCHES[rank], 2, deterministic=is_in_order)
@@ -363,8 +360,7 @@ def test_a_minibatch_unrolled_by_hand(rank, communication, counts):
     for batch in batches:
         (one.mean_loss(batch) / 3 / 2).backward()  # FSDP's rule: the mean over ranks
     one.configure_optimizers().step()
-    total = sum(counts[:rank])
-    own = batches[total:][: counts[rank]]
+    own = batches[sum(counts[:rank]) :][: counts[rank]]
     parameters = fitted(Manual(act=unroll), [Minibatch(own)], communication=communication)
     for key, value in full_parameters(one).items():
         torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-5)
@@ -377,8 +373,7 @@ class ZeroesInPlace(Sgd):
 
 @on_ranks(2)
 def test_gradients_that_are_zeroed_in_place_before_the_last_backward_pass_are_gone(rank):
-    ours = fitted(ZeroesInPlace(), shares(rank, (3, 3)))
-    assert_same(ours, fitted(Sgd(), shares(rank, (3, 3))))
+    assert_same(fitted(ZeroesInPlace(), shares(rank, (3, 3))), fitted(Sgd(), shares(rank, (3, 3))))
 
 
 @on_ranks(1)
@@ -404,8 +399,7 @@ def test_what_is_not_the_models_stays_with_a_warning(rank):
     assert "LBFGS has 2 parameters that are not the model's" in said
     (group,) = optimizer.param_groups
     wanted = [*model.parameters(), *mine.parameters()]
-    found = [id(parameter) for parameter in group["params"]]
-    assert found == [id(parameter) for parameter in wanted]
+    assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in wanted]
     assert optimizer._params is group["params"]  # LBFGS keeps the list that it was made with
     assert not pickle.loads(pickle.dumps(names))._names
 

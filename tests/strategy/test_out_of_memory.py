@@ -74,10 +74,8 @@ def run(
 
 
 def assert_steps(module: Short, told: list[Any], left_out: dict[int, int] | None = None) -> None:
-    expected = one_process(len(told), left_out)
-    by_step = zip(told, differences(module.states, expected), strict=True)
-    found = [one for one, difference in by_step if difference > TOLERANCE]
-    assert found == []
+    by_step = zip(told, differences(module.states, one_process(len(told), left_out)), strict=True)
+    assert [one for one, difference in by_step if difference > TOLERANCE] == []
 
 
 @needs_reset
@@ -114,9 +112,7 @@ def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out(rank):
         tries = range(3)
     for m in tries:
         what = f"Microbatch {m} of this rank, 1 sample, {4 + m} tokens, does not fit into memory"
-        expected = list(left_out.values()).count(m)
-        found = said.count(f"{what}: it is left out of the gradient.")
-        assert found == expected
+        assert said.count(f"{what}: it is left out of the gradient.") == list(left_out.values()).count(m)
 
 
 class FailsOtherwise(Short):
@@ -292,10 +288,8 @@ def compare_way(rank: int, world_size: int, name: str) -> None:
         modules.append(module)
     whole, cut = modules
     assert whole.trips == 0
-    found = cut.trips >= len(SOME) - 1
-    assert found == is_last
-    largest = max(differences(cut.states, whole.states))
-    assert largest <= tolerance
+    assert (cut.trips >= len(SOME) - 1) == is_last
+    assert max(differences(cut.states, whole.states)) <= tolerance
 
 
 @needs_reset
@@ -354,8 +348,7 @@ def test_values_that_parts_log_have_the_dtype_that_others_reduce_and_count_once(
         "rows": (torch.float32, rows),
         "behind": (torch.float32, rows),
     }
-    found = {name: (value.dtype, value.item()) for name, value in t.callback_metrics.items()}
-    assert found == expected
+    assert {name: (value.dtype, value.item()) for name, value in t.callback_metrics.items()} == expected
 
 
 def test_what_counts_as_out_of_memory():
@@ -385,6 +378,5 @@ def test_ranks_of_several_nodes(rank):
     else:
         mine = [Minibatch([])] * len(NODES)
     fit(module, mine, 2, on_out_of_memory="skip", num_nodes=2)
-    found = bool(module.trips)
-    assert found == (rank == 3)
+    assert bool(module.trips) == (rank == 3)
     assert_steps(module, NODES, {2: 2})

@@ -83,8 +83,7 @@ def fit(rank: int, communication: str, module: TokenModule, *own: Any, **options
 def assert_counts_as_under_collectives(rank: int, make: Callable[[], Edits]) -> None:
     module = make()
     other = make()
-    ours = fit(rank, "on_demand", module)
-    assert are_equal(ours, fit(rank, "collective", other)), module.place
+    assert are_equal(fit(rank, "on_demand", module), fit(rank, "collective", other)), module.place
     assert module.edited
     assert other.edited
 
@@ -286,16 +285,14 @@ def test_averages_are_kept_in_shards_and_validated_on_every_rank(rank, tmp_path,
         last = fit(rank, communication, Saves(), average(), watch)
         # A run that ends after the first epoch, and another one that goes on from there:
         fit(rank, communication, saves, average(), max_epochs=1)
-        ours = fit(rank, communication, Saves(), average(), ckpt_path=path)
-        assert are_equal(ours, last)
+        assert are_equal(fit(rank, communication, Saves(), average(), ckpt_path=path), last)
         results.append([last, *watch.seen])
     for pair in zip(*results, strict=True):
         assert are_equal(*pair)
     assert_same({name: last[name] for name in expected}, expected)
     for seen, of_epoch in zip(watch.seen, averages, strict=True):
         assert_same(seen, of_epoch)
-    found = float(last["val_loss"])
-    assert found == pytest.approx(val_loss, abs=1e-4)
+    assert float(last["val_loss"]) == pytest.approx(val_loss, abs=1e-4)
     saved = torch.load(tmp_path / "on_demand.ckpt", weights_only=True)
     assert_same(saved["state_dict"], averages[1])
     OnRows().load_state_dict(saved["current_model_state"])
@@ -426,8 +423,7 @@ MODULES: dict[str, Callable[[], Sgd]] = {
 def _fit(rank: int, module: Sgd, communication: str = "on_demand", *callbacks: Callback) -> dict[str, Tensor]:
     watch = Watch()
     trained = fitted(module, BATCHES[rank], communication=communication, callbacks=[watch, *callbacks])
-    found = watch.traffic[-1].adds > 0
-    assert found == (communication == "on_demand")
+    assert (watch.traffic[-1].adds > 0) == (communication == "on_demand")
     return trained
 
 
@@ -452,8 +448,7 @@ def assert_seen_once_per_step(norms: Norms, steps: int) -> None:
 @on_ranks(2)
 def test_a_hook_sees_the_gradient_of_the_whole_minibatch_once_per_step(rank):
     own = BATCHES[rank]
-    microbatches = own[: 1 + 2 * rank]
-    minibatches = [Minibatch(microbatches), Minibatch(own[3 * rank :])]
+    minibatches = [Minibatch(own[: 1 + 2 * rank]), Minibatch(own[3 * rank :])]
     for module, data, steps, options in (
         (Sgd("items"), minibatches, 2, {}),
         (Sgd(), own, 2, {"accumulate_grad_batches": 2}),
@@ -467,8 +462,7 @@ def test_a_hook_sees_the_gradient_of_the_whole_minibatch_once_per_step(rank):
 
 @on_ranks(1)
 def test_one_process_weighs_minibatches_before_hooks_see_them(rank):
-    microbatches = BATCHES[0][:3]
-    data = [Minibatch(microbatches), Minibatch(BATCHES[0][3:])]
+    data = [Minibatch(BATCHES[0][:3]), Minibatch(BATCHES[0][3:])]
     fits.fit(Sgd("items"), data, 1, callbacks=[norms := Norms()])
     assert_seen_once_per_step(norms, 2)
 

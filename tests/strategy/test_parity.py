@@ -36,8 +36,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def minibatch(step: int) -> list[Tensor]:
-    sizes = (*LENGTHS, [4] * 6)[step]
-    return token_batches(sizes, seed=step)
+    return token_batches((*LENGTHS, [4] * 6)[step], seed=step)
 
 
 def one_process(
@@ -173,8 +172,7 @@ def train(
 def assert_one_sided(result: dict[str, Any], rank: int, counts: tuple[int, ...]) -> None:
     """A rank that computed read from and added to every other rank, once or twice per unit and microbatch."""
     least = (len(counts) - 1) * counts[rank] * STEPS
-    found = result["traffic"].reads > 0
-    assert found == (counts[rank] > 0)
+    assert (result["traffic"].reads > 0) == (counts[rank] > 0)
     assert result["traffic"].reads >= least
     assert result["traffic"].adds >= least
 
@@ -273,8 +271,7 @@ def test_three_ranks_and_sums_in_a_fixed_order_are_equal_bit_for_bit(rank):
     assert_same(one["parameters"], other["parameters"], tolerance=0)
     assert one["losses"] == other["losses"]
     assert_same(one["parameters"], one_process({}))
-    ours = train(rank, "on_demand", (2, 1, 3), {})["parameters"]
-    assert_same(ours, one_process({}))
+    assert_same(train(rank, "on_demand", (2, 1, 3), {})["parameters"], one_process({}))
 
 
 @on_ranks(3)
@@ -300,8 +297,7 @@ def test_four_ranks_and_units_kept_by_a_smaller_mesh_between_forward_and_backwar
         result = train(rank, "on_demand", counts, NETS[net], reshard=2, looks=True)
         assert_same(result["parameters"], one_process(NETS[net]))
         assert result["traffic"].reads > 0  # every rank looks
-        found = result["traffic"].adds > 0
-        assert found == (counts[rank] > 0)
+        assert (result["traffic"].adds > 0) == (counts[rank] > 0)
 
 
 def sharded(
@@ -359,8 +355,7 @@ class Adapted(nn.Module):
         self.adapter = nn.Linear(9, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        output = self.base(x.bfloat16()).float()
-        return self.adapter(output).square().mean()
+        return self.adapter(self.base(x.bfloat16()).float()).square().mean()
 
 
 @on_ranks(2)
@@ -369,8 +364,7 @@ def test_a_unit_of_mixed_dtypes_travels_as_bytes(rank):
     for communication in ("on_demand", "collective"):
         model, engine, optimizer = sharded(rank, Adapted, communication)
         for step in range(STEPS):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            x = torch.randn(4, 5, generator=generator)
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
             optimizer.zero_grad()
             engine.ledger.add(1)
             with engine.backward():
@@ -427,5 +421,4 @@ def test_a_closed_engine_hands_the_model_back(rank):
     for one in (model, alone):
         summed_loss(one, minibatch(0)[0]).backward()
     grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    expected = {name: p.grad for name, p in alone.named_parameters()}
-    assert_same(grads, expected, tolerance=1e-4)
+    assert_same(grads, {name: p.grad for name, p in alone.named_parameters()}, tolerance=1e-4)

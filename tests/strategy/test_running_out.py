@@ -114,7 +114,8 @@ def test_weights_are_those_of_one_process_and_all_ranks_end_together(rank, name)
         assert len(module.seen) == 2 * len(by_rank[rank])
     found = (t.global_step, t.current_epoch, counts.batches, counts.last)
     assert of_all_ranks(found) == [(2 * len(steps), 2, 2 * longest, [longest, 2 * longest])] * 2
-    assert watch.reads > 0 or not by_rank[rank]
+    if by_rank[rank]:
+        assert watch.reads > 0
 
 
 @on_ranks(2)
@@ -223,15 +224,12 @@ def test_logged_values_are_equal_on_all_ranks_and_exact(rank, make, own):
         lengths.append(sum(batch.shape[1] for batch in step))
         total += loss.item()
         items += count
-    found = [metrics["loss_step"] for metrics in watch.metrics]
-    assert found == pytest.approx(losses, rel=1e-4)
-    found = [metrics["length_step"] for metrics in watch.metrics]
-    assert found == lengths
+    assert [metrics["loss_step"] for metrics in watch.metrics] == pytest.approx(losses, rel=1e-4)
+    assert [metrics["length_step"] for metrics in watch.metrics] == lengths
     of_epoch = watch.epochs[0]
     assert of_epoch["loss_epoch"] == pytest.approx(total / items, rel=1e-4)
     assert of_epoch["length_epoch"] == sum(lengths)
-    batches = sum(map(len, own))
-    assert of_epoch["mean"] == pytest.approx(sum(lengths) / batches)
+    assert of_epoch["mean"] == pytest.approx(sum(lengths) / sum(map(len, own)))
     assert of_epoch["batches"] == 2 * len(losses)
     mine = [batch.shape[1] for batch in own[rank]]
     if mine:
@@ -295,8 +293,7 @@ def test_evaluations_are_exact_where_a_rank_has_fewer_batches_or_none(rank, name
             total += summed_loss(alone.net, batch).item()
             items += batch.numel() - 1
     expected = pytest.approx(total / items, rel=1e-5)
-    found = t.callback_metrics["val"].item()
-    assert found == expected
+    assert t.callback_metrics["val"].item() == expected
     for run in (t.validate, t.test):
         (values,) = run(module, data, verbose=False)
         assert values == {"val": expected}
@@ -390,8 +387,7 @@ def test_balancing_leaves_what_it_cannot_balance_and_it_ends_together(rank):
     module = Sgd("items", lr=0.1)
     with warned() as messages:
         t = fit(module, data, balance="auto", timeout=SOON)
-    said = [text for text in messages if "chooses which samples go together" in text]
-    assert len(said) == (rank == 0)
+    assert len([text for text in messages if "chooses which samples go together" in text]) == (rank == 0)
     batches = [[rows[indices] for indices in own] for own in chosen]
     expected = one_process(Sgd("items", lr=0.1), steps_of(batches))
     assert_same(full_parameters(module), expected)
@@ -407,8 +403,7 @@ def test_the_loader_is_the_users_again_and_equal_ones_are_left_alone(rank):
     assert not given.is_active
     assert given.dataset is data.dataset
     assert len(given) == len(data)
-    batches = list(given)
-    assert len(batches) == len(data)
+    assert len(list(given)) == len(data)
     kept = []
 
     def keep(own: Any) -> None:

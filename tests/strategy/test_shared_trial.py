@@ -124,7 +124,8 @@ def test_a_third_rank_repeats_a_group_and_notices_that_its_losses_differ(rank, m
     ran, counts, words = passes(monkeypatch, DependsLater, "labels", 3)
     assert ran == [[1, 7, 7, 8, 1, 2], [1, 8, 7, 8, 1, 2], [1, 7, 7, 8]]
     assert counts == 3 * ["movable"]
-    assert rank > 0 or "ranks have found different rules" in words
+    if rank == 0:
+        assert "ranks have found different rules" in words
 
 
 @on_ranks(2)
@@ -168,4 +169,5 @@ def test_what_fails_or_differs_on_one_rank_lets_each_run_all_passes(rank, monkey
     times = 1 + (rule == "movable")
     assert ran == [times * of_rank for of_rank in expected]
     assert counts == [rule, rule]
-    assert rank > 0 or text in words, words
+    if rank == 0:
+        assert text in words, words

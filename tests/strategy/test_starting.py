@@ -60,8 +60,7 @@ def test_the_store_of_a_job_on_one_machine_listens_on_the_loopback_alone(kind):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         assert listening(port) == {"127.0.0.1"}, "what this test looks at"
-    expected = [[{"127.0.0.1"}]] * 2
-    assert run_ranks(started_by_lightning, port, kind) == expected
+    assert run_ranks(started_by_lightning, port, kind) == [[{"127.0.0.1"}]] * 2
 
 
 def test_gloo_gets_an_interface_where_the_name_of_a_host_is_on_loopback(monkeypatch):

@@ -59,8 +59,7 @@ class Module(TokenModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.lengths.update(float(batch.shape[1]))
         self.log("lengths", self.lengths, on_step=False, on_epoch=True)
-        reads = float(self.trainer.strategy.engine.traffic.reads)
-        self.log("reads", reads)
+        self.log("reads", float(self.trainer.strategy.engine.traffic.reads))
         output = super().training_step(batch, batch_idx)
         self.log("loss", output["loss"] / output["num_items"], sync_dist=True, on_step=True, prog_bar=True)
         return output
@@ -105,18 +104,14 @@ def test_loggers_bars_and_monitors(rank, tmp_path):
     assert lengths == 3 * sum(LENGTHS)
     assert t.callback_metrics["reads"] > 0
     parameters = Module().parameters()
-    expected = sum(parameter.numel() for parameter in parameters)
-    assert module.counted == expected
+    assert module.counted == sum(parameter.numel() for parameter in parameters)
     if rank > 0:
         return
     with (tmp_path / "CSVLogger" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {"lr-AdamW", "loss", "lengths", "val_loss"} <= rows[0].keys()
-    found = float([row["train/samples"] for row in rows if row["train/samples"]][-1])
-    assert found == COUNTS[0] * 3 * 2
-    found = float([row["train/lengths"] for row in rows if row["train/lengths"]][-1])
-    total = sum(LENGTHS[:4])
-    assert found == total * 6
+    assert float([row["train/samples"] for row in rows if row["train/samples"]][-1]) == COUNTS[0] * 3 * 2
+    assert float([row["train/lengths"] for row in rows if row["train/lengths"]][-1]) == sum(LENGTHS[:4]) * 6
     rates = [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]]
     expected = (pytest.approx(0.001), pytest.approx(0.01))
     assert (min(rates), max(rates)) == expected

@@ -73,7 +73,8 @@ def test_groups_notice_a_loss_that_couples_samples_later(rank):
     assert t.train_dataloader.info.whole == "movable"
     found = [text for text in caught if "weighed by what your loss" in text]
     assert len(found) == (rank == 0), caught
-    assert rank > 0 or "In step 10, " in found[0]
+    if rank == 0:
+        assert "In step 10, " in found[0]
 
 
 class Held(Module):
@@ -98,7 +99,8 @@ def test_a_whole_group_steals(rank, tmp_path):
     stolen: list[int] = []
     module.on_train_batch_end = lambda *_: stolen.append(module.trainer.strategy.engine.stolen)  # type: ignore[method-assign]
     run(module, 4, balance="steal", max_tokens=33)
-    assert stolen[0] > 0 or rank > 1
+    if rank < 2:
+        assert stolen[0] > 0
     assert_same(full_parameters(module), reference(), CLOSE)
 
 
@@ -150,8 +152,7 @@ def test_a_rank_waits_in_a_collective_from_when_it_needs_the_result(rank):
     watch.begin_batch()
     reduced = funcol.all_reduce(torch.ones(3), "sum", group)
     time.sleep(0.1)
-    found = (reduced + 1).tolist()
-    assert found == [3.0] * 3
+    assert (reduced + 1).tolist() == [3.0] * 3
     dist.all_reduce(torch.ones(3), group=group)
     later, at_once = watch.read(watch.take_meetings())
     assert later.ahead >= 1e8 > at_once.ahead == 0
@@ -178,8 +179,7 @@ def test_a_rank_waits_in_a_collective_from_when_it_needs_the_result(rank):
 def test_a_group_that_runs_out_of_memory_runs_the_parts_together(rank):
     module = Module(fails_above=2)
     run(module, 4, balance="lb_mini")
-    found = max(len(ran) for ran in module.ran)
-    assert found == 2
+    assert max(len(ran) for ran in module.ran) == 2
     assert_same(full_parameters(module), reference(), CLOSE)
 
 

@@ -41,8 +41,7 @@ class Scaled(Linear3d):
 
     def __init__(self) -> None:
         super().__init__()
-        values = torch.linspace(-1.0, 1.0, WIDTH)
-        self.shift = nn.Parameter(values)
+        self.shift = nn.Parameter(torch.linspace(-1.0, 1.0, WIDTH))
 
     def forward(self, x: Tensor) -> Any:
         x += self.shift
@@ -74,8 +73,7 @@ class Graph(Linear3d):
     """Passes a dictionary on, as networks of atoms do, with the positions that it got."""
 
     def forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
-        total = torch.sin(data["positions"]).sum(-1, keepdim=True)
-        x = data["x"] + total
+        x = data["x"] + torch.sin(data["positions"]).sum(-1, keepdim=True)
         return {**data, "x": torch.tanh(super().forward(x))}
 
 
@@ -250,9 +248,7 @@ class Forces(Kind):
             data = block(data)
         energy = self.last(data["x"])
         (forces,) = torch.autograd.grad(energy.sum(), data["positions"], create_graph=True)
-        mean = energy.square().mean()
-        total = forces.square().sum(-1)
-        return mean + total.mean()
+        return energy.square().mean() + forces.square().sum(-1).mean()
 
 
 class Penalty(Kind):
@@ -298,8 +294,7 @@ def batches_of(rank: int, count: int) -> list[Tensor]:
 def assert_as_in_one_process(rank: int, kind: Any, manual: bool, **options: Any) -> Watch:
     watch = Watch()
     module = kind(manual)
-    batches = batches_of(rank, 3)
-    fit(module, batches, callbacks=[watch], balance=None, **options)
+    fit(module, batches_of(rank, 3), callbacks=[watch], balance=None, **options)
     alone = kind()
     one_process(alone, zip(batches_of(0, 3), batches_of(1, 3), strict=True))
     assert_same(full_parameters(module), full_parameters(alone))

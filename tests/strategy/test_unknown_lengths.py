@@ -111,7 +111,8 @@ def test_the_loss_is_tested_and_the_gradient_is_exact(rank, options):
     module = Padded()
     with little_time(), said() as text:
         train(Slow(), module, **options)
-    assert rank or "(checked)" in text.getvalue()
+    if rank == 0:
+        assert "(checked)" in text.getvalue()
     assert_same(full_parameters(module), expected())
 
 
@@ -190,7 +191,8 @@ def test_other_samples_on_each_rank_are_noticed(rank):
 def test_runs_that_must_repeat_look_at_all_samples(rank):
     with little_time(), said() as text:
         train(Slow(), Padded(), deterministic=True)
-    assert rank or f"Found: {len(SIZES)} samples from" in text.getvalue()
+    if rank == 0:
+        assert f"Found: {len(SIZES)} samples from" in text.getvalue()
 
 
 class Odd(Slow):
@@ -216,7 +218,8 @@ def test_a_sample_without_a_length_is_the_same_on_all_ranks(rank, looks_for):
     told = "leaves the training data as it is" in "".join(caught)
     is_balanced = isinstance(trained.train_dataloader, BalancedDataLoader)
     assert is_balanced == (looks_for == 0.0)
-    assert rank or told != is_balanced
+    if rank == 0:
+        assert told != is_balanced
 
 
 @on_ranks(2)

@@ -74,8 +74,7 @@ class Late:
         self.said[1] = [json.dumps([boot_id(), os.getpid(), "SilentError"])]
 
     def get(self, key: str) -> str:
-        own = self.said[int(key.rpartition("/")[2])]
-        return own.pop(0)
+        return self.said[int(key.rpartition("/")[2])].pop(0)
 
 
 @pytest.mark.parametrize("error", ["ValueError", FOLLOWED + "of rank 1"])

@@ -342,8 +342,7 @@ def test_hooks_see_a_gradient_once_where_a_step_has_several_passes(rank, act):
     alone = Sgd()
     for each in (module, alone):
         each.net.head.weight.register_hook(lambda gradient: gradient * 0.5)
-    found = fitted(module, BATCHES[rank], **WHOLE)
-    assert largest_difference(found, reference(alone, clip=0.5)) < CLOSE
+    assert largest_difference(fitted(module, BATCHES[rank], **WHOLE), reference(alone, clip=0.5)) < CLOSE
 
 
 def in_place(teachers: list[Any], students: list[Any]) -> None:

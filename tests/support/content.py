@@ -2,7 +2,8 @@
 
 *Content* is the number of nodes of the syntax tree, without imports, docstrings and expression contexts. A line break,
 a comment and a new file cost nothing. Folding two assignments into one saves nothing. Naming a part of an expression
-costs three nodes. *Density* is the number of nodes per statement. To print both for every room::
+costs three nodes. *Density* is the number of nodes per statement. A name *passes* if its value is used once, in the
+next statement: it may say what the value is, or only make two statements of one. To print them for every room::
 
     python -m tests.support.content
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent.parent / "lightning_odc"
@@ -26,6 +29,8 @@ class Content:
     statements: int = 0
     parallel: int = 0  # assignments of several unrelated values; a swap and an unpacked call are none
     conditional: int = 0  # conditional expressions
+    passing: int = 0  # names
+    annotated: int = 0  # names of a function, at their assignment
 
     def __add__(self, other: Content) -> Content:
         mine = astuple(self)
@@ -56,12 +61,55 @@ def content_of(source: str) -> Content:
         found.nodes += 1
         found.statements += isinstance(node, ast.stmt)
         found.conditional += isinstance(node, ast.IfExp)
+        if isinstance(node, ast.FunctionDef):
+            found.passing += passing_names(node)
+            annotated = [one.target for one in _of_function(node) if isinstance(one, ast.AnnAssign)]
+            found.annotated += sum(isinstance(target, ast.Name) for target in annotated)
         if isinstance(node, ast.Assign):
             target = node.targets[0]
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 found.statements += len(target.elts) - 1
                 found.parallel += not _swaps(target, node.value)
     return found
+
+
+def passing_names(function: ast.FunctionDef) -> int:
+    """How many values have a name that is used once, in a simple statement behind it."""
+    uses: dict[str, list[ast.Name]] = defaultdict(list)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name):
+            uses[node.id].append(node)
+    for names in uses.values():
+        names.sort(key=lambda name: (name.lineno, name.col_offset))
+    found = 0
+    for node in _of_function(function):
+        for block in ("body", "orelse", "finalbody"):
+            statements = getattr(node, block, None)
+            if isinstance(statements, list):
+                found += sum(_passes(uses, *pair) for pair in pairwise(statements))
+    return found
+
+
+def _passes(uses: dict[str, list[ast.Name]], first: ast.AST, second: ast.AST) -> bool:
+    """Whether the first of two statements gives a name to what the second alone reads, once."""
+    is_given = isinstance(first, ast.Assign) and isinstance(first.targets[0], ast.Name)
+    if not is_given or hasattr(second, "body"):
+        return False
+    target = first.targets[0]
+    names = uses[target.id]
+    later = names[names.index(target) + 1 :]
+    reads = list(takewhile(lambda name: isinstance(name.ctx, ast.Load), later))
+    return len(reads) == 1 and reads[0] in ast.walk(second)
+
+
+def _of_function(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """The function and what is in it, without functions and classes in it."""
+    todo: list[ast.AST] = [function]
+    while todo:
+        node = todo.pop()
+        yield node
+        inner = ast.iter_child_nodes(node)
+        todo += [one for one in inner if not isinstance(one, ast.FunctionDef | ast.ClassDef | ast.Lambda)]
 
 
 def _is_docstring(node: ast.AST) -> bool:
@@ -103,11 +151,13 @@ def main(root: Path) -> None:
     """Print a table of rooms."""
     rooms = content_of_rooms(root)
     rooms["all"] = sum(rooms.values(), Content())
-    print(f"{'room':10}  nodes  statements  nodes/statement  parallel/100  conditional/100")
+    head = "nodes  statements  nodes/statement  parallel/100  conditional/100  passing/100  annotated/100"
+    print(f"{'room':10}  {head}")
     for room, found in rooms.items():
         sizes = f"{room or '(root)':10} {found.nodes:6} {found.statements:11}"
         shares = f"{found.density:16.2f} {found.per_100(found.parallel):13.2f} {found.per_100(found.conditional):16.2f}"
-        print(sizes, shares)
+        names = f"{found.per_100(found.passing):12.2f} {found.per_100(found.annotated):14.2f}"
+        print(sizes, shares, names)
     lines = {path: path.read_text().count("\n") for path in root.rglob("*.py")}
     classes = [(*largest_class(path.read_text()), path.name) for path in lines]
     print(

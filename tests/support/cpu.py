@@ -51,8 +51,7 @@ def _seconds() -> float:
     ticks: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            text = (path / "stat").read_text()
-            fields = text.rpartition(")")[2].split()
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue  # it has just ended
         children[int(fields[1])].append(int(path.name))

@@ -108,8 +108,7 @@ def one_process(
         if isinstance(outputs[0], Tensor):
             outputs = [{"loss": loss, "num_items": 1} for loss in outputs]
         optimizer.zero_grad()
-        total = sum(one["loss"] for one in outputs)
-        (total / sum(one["num_items"] for one in outputs)).backward()
+        (sum(one["loss"] for one in outputs) / sum(one["num_items"] for one in outputs)).backward()
         norm = nn.utils.clip_grad_norm_(module.parameters(), clip)
         if norms is not None:
             norms.append(norm.item())
@@ -133,8 +132,7 @@ def assert_same(ours: Parameters, expected: Parameters, tolerance: float = TOLER
     for name, value in ours.items():
         if not value.numel():
             continue
-        largest = (value - expected[name]).abs().max()
-        difference = largest.item()
+        difference = (value - expected[name]).abs().max().item()
         assert difference <= tolerance, f"{name} differs by {difference:.2e}"
 
 

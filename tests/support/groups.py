@@ -41,8 +41,7 @@ class Block(nn.Module):
         self.down = nn.Linear(12, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        output = self.down(torch.relu(self.up(self.norm(x))))
-        return x + output
+        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Rows(Metric):
@@ -87,15 +86,13 @@ class Module(LightningModule):
         for block in self.blocks:
             hidden = block(hidden)
         rows = batch.abs().sum(-1) > 0
-        total = (self.out(hidden).square().sum(-1) * rows).sum(-1)
-        return (total / rows.sum(-1)).mean()
+        return ((self.out(hidden).square().sum(-1) * rows).sum(-1) / rows.sum(-1)).mean()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if torch.is_grad_enabled():  # not in the trial of the loss
             if self.fails_above < len(batch):
                 raise torch.OutOfMemoryError("CUDA out of memory: of the test")
-            total = (batch.abs().sum(-1) > 0).sum(-1)
-            self.ran.append(total.tolist())
+            self.ran.append((batch.abs().sum(-1) > 0).sum(-1).tolist())
         return self.loss(batch)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -122,8 +119,7 @@ def run(module: Module, world: int, **options: Any) -> Any:
 
 def reference(steps: int = 4) -> dict[str, Tensor]:
     """The same in one process: Lightning shuffles training data by its sampler, with the seed 0."""
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(SAMPLES), generator=generator).tolist()
+    order = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(0)).tolist()
     groups = [order[8 * step : 8 * step + 8] for step in range(steps)]
     return one_process(Module(), [[SAMPLES[index][None] for index in some] for some in groups], clip=0.5)
 
@@ -150,8 +146,7 @@ def trains_as_one_process(
 
     module.on_train_end = look  # type: ignore[method-assign]
     t = run(module, world, **options)
-    found = seen["ran"][0]
-    assert found == seen["ran"][1], "a group ran different microbatches"
+    assert seen["ran"][0] == seen["ran"][1], "a group ran different microbatches"
     assert seen["size"] == world // 2
     assert (seen["reads"] > 0) == is_one_sided, "the one-sided path"
     assert_same(full_parameters(module), reference(), CLOSE)
@@ -169,22 +164,18 @@ def waits_for(module_class: Any, fit: Any, sleepers: list[int], **options: Any) 
         monitor = DeviceIdleMonitor(every_n_steps=1)
         fit(before_step(module_class(), sleep), 4, callbacks=[monitor], **options)
         seen = monitor.last_step
-        expected = [(True, seen)] * 4
-        assert of_all_ranks((monitor.complete, seen)) == expected
+        assert of_all_ranks((monitor.complete, seen)) == [(True, seen)] * 4
         for rank in sleepers:
-            found = seen[f"busy_seconds_rank{rank}"]
-            assert found >= seconds - 1e-3, "a rank's own work was called waiting"
+            assert seen[f"busy_seconds_rank{rank}"] >= seconds - 1e-3, "a rank's own work was called waiting"
         assert seen["microbatches"] == 2  # of groups
         waits = [seen[name] for name in seen if name.startswith("idle/") and name.endswith("_seconds")]
-        expected = pytest.approx(seen["idle/fraction"] * seen["step_seconds"])
-        assert sum(waits) == expected
+        assert sum(waits) == pytest.approx(seen["idle/fraction"] * seen["step_seconds"])
         within = [seen[f"idle/within_group_fraction_rank{rank}"] for rank in range(4)]
         every = [seen[f"idle/fraction_rank{rank}"] for rank in range(4)]
         # What is said of all ranks is a part of the time of all, and that of a rank is its busy time and its waits.
         spent = [seen[f"busy_seconds_rank{rank}"] / (1 - every[rank]) for rank in range(4)]
         waited = [share * seconds for share, seconds in zip(within, spent, strict=True)]
-        found = sum(waited) / sum(spent)
-        assert found == pytest.approx(seen["idle/within_group_fraction"])
+        assert sum(waited) / sum(spent) == pytest.approx(seen["idle/within_group_fraction"])
         most = [[share > 0.5 for share in shares] for shares in (within, every)]
         if most == [[sleepers == [1], False, False, False], [rank not in sleepers for rank in range(4)]]:
             return

@@ -33,8 +33,7 @@ def samples(lengths: Sequence[int] = LENGTHS) -> list[Sample]:
         labels = torch.cat([torch.full((prompt,), -100), ids[prompt:]])
         target = torch.rand(CLASSES, generator=draw, dtype=torch.float64)
         series = torch.randn(length, WIDTH, generator=draw, dtype=torch.float64)
-        largest = max(length - 2, 2)
-        rejected = torch.randint(1, VOCAB, (largest,), generator=draw)
+        rejected = torch.randint(1, VOCAB, (max(length - 2, 2),), generator=draw)
         rare = int(length == max(lengths))
         known = ((torch.arange(CLASSES) + index) % 3 > 0) & (index != 4)
         label = (index * 3) % CLASSES
@@ -127,13 +126,11 @@ class Losses(LightningModule):
     def pooled(self, batch: Any, name: str = "input_ids") -> Tensor:
         mask = (batch[name] != 0).unsqueeze(-1).to(self.mix.weight.dtype)
         states = self.states(batch[name])
-        total = (states * mask).sum(1)
-        return total / mask.sum(1)
+        return (states * mask).sum(1) / mask.sum(1)
 
     def log_probabilities(self, ids: Tensor) -> Tensor:
         """Of each text, as a sum over its tokens."""
-        output = self.head(self.states(ids))
-        each = -F.cross_entropy(output.transpose(1, 2), ids, reduction="none")
+        each = -F.cross_entropy(self.head(self.states(ids)).transpose(1, 2), ids, reduction="none")
         return (each * (ids != 0)).sum(1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -151,19 +148,16 @@ class Losses(LightningModule):
 
 def _logits(m: Losses, b: Any) -> Tensor:
     """``[B, words, L]``, as `F.cross_entropy` takes them."""
-    output = m.head(m.states(b["input_ids"]))
-    return output.transpose(1, 2)
+    return m.head(m.states(b["input_ids"])).transpose(1, 2)
 
 
 def _tokens(m: Losses, b: Any) -> Tensor:
-    output = m.head(m.states(b["input_ids"]))
-    return F.cross_entropy(output.flatten(0, 1), b["labels"].flatten())
+    return F.cross_entropy(m.head(m.states(b["input_ids"])).flatten(0, 1), b["labels"].flatten())
 
 
 def _mean(each: Tensor, mask: Tensor) -> Tensor:
     """The mean over samples of the means over each sample's tokens."""
-    total = (each * mask).sum(1)
-    return (total / mask.sum(1)).mean()
+    return ((each * mask).sum(1) / mask.sum(1)).mean()
 
 
 def _own_mask(m: Losses, b: Any) -> Tensor:
@@ -210,8 +204,7 @@ def _distilled(m: Losses, b: Any) -> Tensor:
 
 
 def _ctc(m: Losses, b: Any) -> Tensor:
-    output = m.head(m.states(b["input_ids"]))
-    scores = output.log_softmax(-1).transpose(0, 1)
+    scores = m.head(m.states(b["input_ids"])).log_softmax(-1).transpose(0, 1)
     lengths = b["attention_mask"].sum(1)
     return F.ctc_loss(scores, b["label"][:, None] + 1, lengths, torch.ones_like(lengths))
 
@@ -246,9 +239,7 @@ def _several_tasks(m: Losses, b: Any) -> dict[str, Any]:
 def _series(m: Losses, b: Any) -> Tensor:
     mask = b["attention_mask"].unsqueeze(-1)
     mixed = m.mix(b["series"])
-    total = (torch.tanh(mixed) * mask).sum(1)
-    mean = total / mask.sum(1)
-    return F.mse_loss(m.classes(mean), b["target"])
+    return F.mse_loss(m.classes((torch.tanh(mixed) * mask).sum(1) / mask.sum(1)), b["target"])
 
 
 def _noise_predicted(m: Losses, b: Any) -> Tensor:
@@ -280,8 +271,7 @@ def _queue(m: Losses, b: Any) -> Tensor:
     mean = m.pooled(b).mean(0)
     loss = _classes(m, b)
     if m.seen is not None:
-        total = (mean - m.seen).square().sum()
-        loss = loss + total
+        loss = loss + (mean - m.seen).square().sum()
     m.seen = mean.detach()
     return loss
 
@@ -297,8 +287,7 @@ def _rare_weights(m: Losses, b: Any) -> Tensor:
 
 
 def _padded_mean(m: Losses, b: Any) -> Tensor:
-    mean = m.states(b["input_ids"]).mean(1)
-    return F.mse_loss(m.classes(mean), b["target"])
+    return F.mse_loss(m.classes(m.states(b["input_ids"]).mean(1)), b["target"])
 
 
 def _reduced(m: Losses, b: Any) -> Tensor:

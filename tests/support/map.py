@@ -84,8 +84,7 @@ def main() -> None:
     for path in sorted((ROOT / "lightning_odc").rglob("*.py")):
         _, executable, _, _ = coverage.analysis(str(path))
         sizes[str(path.relative_to(ROOT / "lightning_odc"))] = max(len(executable), 1)
-    lines = lines_by_test(coverage.get_data())
-    MAP.write_text(_HEAD + "\n".join(rows(lines, sizes)) + "\n")
+    MAP.write_text(_HEAD + "\n".join(rows(lines_by_test(coverage.get_data()), sizes)) + "\n")
     print(f"written: {MAP}")
 
 

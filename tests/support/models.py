@@ -22,8 +22,7 @@ class Block(nn.Module):
         self.down = nn.Linear(3 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        output = self.down(torch.tanh(self.up(self.norm(x))))
-        return x + output
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):

@@ -69,8 +69,7 @@ class Memory(Logger):
     def steps(self) -> list[dict[str, float]]:
         """Rows of optimizer steps, of which none is missing in between."""
         found = [(step, row) for step, row in self.rows if "step_seconds" in row]
-        expected = list(range(len(found)))
-        assert [step for step, _ in found] == expected
+        assert [step for step, _ in found] == list(range(len(found)))
         return [row for _, row in found]
 
 

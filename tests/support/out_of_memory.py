@@ -117,8 +117,7 @@ class Short(TokenModule):
 
 def table(rows: int, tokens: int, seed: int) -> Tensor:
     """Random tokens; the first one of a row, which is not predicted, is its number."""
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.randint(11, (rows, tokens), generator=generator)
+    made = torch.randint(11, (rows, tokens), generator=torch.Generator().manual_seed(seed))
     made[:, 0] = torch.arange(rows)
     return made
 
@@ -141,8 +140,7 @@ def one_step(module: Short, tables: Sequence[Tensor]) -> dict[str, Tensor]:
     """Parameters after a step of one process on the mean over all tokens."""
     optimizer = module.configure_optimizers()
     optimizer.zero_grad()
-    total = sum(rows[:, 1:].numel() for rows in tables)
-    (sum(map(module.loss, tables)) / total).backward()
+    (sum(map(module.loss, tables)) / sum(rows[:, 1:].numel() for rows in tables)).backward()
     optimizer.step()
     return full_parameters(module)
 

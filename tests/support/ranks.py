@@ -252,8 +252,7 @@ def try_ranks(
     # All of them first: a rank whose result does not fit into the pipe keeps the others waiting until it is read.
     payloads = [_receive(receiver, begin + timeout - time.monotonic()) for _, receiver in started]
     for rank, ((process, _), payload) in enumerate(zip(started, payloads, strict=True)):
-        largest = max(begin + timeout - time.monotonic(), 0.1)
-        process.join(largest)
+        process.join(max(begin + timeout - time.monotonic(), 0.1))
         if process.is_alive():
             late.append(rank)
             process.kill()
@@ -263,8 +262,7 @@ def try_ranks(
         else:
             result = None
             error = f"ended without a result{_crash(process)}"
-        seconds = time.monotonic() - begin
-        outcomes.append(Outcome(rank, result, error, process.exitcode, seconds))
+        outcomes.append(Outcome(rank, result, error, process.exitcode, time.monotonic() - begin))
     assert not late, f"ranks {late} did not end within {timeout} s: {[o.error for o in outcomes]}"
     return outcomes
 

@@ -21,8 +21,7 @@ LABELS = Rule("token", LabelCounter(("labels",)))
 
 def batch_of(lengths: Sequence[int]) -> dict[str, Tensor]:
     x = torch.arange(1.0, max(lengths) + 1).repeat(len(lengths), 1)
-    shown = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    labels = torch.where(shown, 1, -100)
+    labels = torch.where(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None], 1, -100)
     return {"x": x.double(), "labels": labels}
 
 
@@ -102,8 +101,7 @@ def test_samples_that_can_be_read_again_are_those_of_the_data_set_from_the_short
 
 def test_long_samples_alone_are_compared_with_others():
     def left_out(batch: Any) -> Tensor:
-        total = (batch["labels"] != -100).sum(1)
-        kept = total < 9
+        kept = (batch["labels"] != -100).sum(1) < 9
         if not kept.any():
             return 0.0 * batch["x"].sum()
         return mean_of_labels({name: value[kept] for name, value in batch.items()})
@@ -169,8 +167,7 @@ def test_float64_decides_where_training_rounds_and_its_price_is_remembered():
 def test_what_does_not_show_its_samples_is_not_tried():
     microbatch_facts = MicrobatchFacts([5, 9], (0,))
     text_of_one_row = Task({"x": torch.ones(1, 14)}, 1.0, microbatch_facts)
-    batch = batch_of([4, 4, 4])
-    time_first = Task(batch, 1.0, MicrobatchFacts([3, 3], (0,)))
+    time_first = Task(batch_of([4, 4, 4]), 1.0, MicrobatchFacts([3, 3], (0,)))
     counts_nothing = task_of([5, 9], weight=0.0)
     unknown = Task(batch_of([5, 9]), 1.0, None)
     for task in (text_of_one_row, time_first, counts_nothing, unknown, task_of([7])):

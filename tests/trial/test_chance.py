@@ -164,8 +164,7 @@ def test_a_sample_draws_the_same_alone_and_among_others(name, wide):
         together = DRAWS[name](x)
         alone = [DRAWS[name](x[i : i + 1]) for i in range(len(x))]
     # Another draw differs in the first digits, and a product of matrices of other sizes in the last ones.
-    expected = torch.cat(alone)
-    torch.testing.assert_close(together, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-6, atol=1e-6)
     assert together.isfinite().all()
     assert together.shape == DRAWS[name](x).shape
     assert together.dtype == DRAWS[name](x).dtype
@@ -209,8 +208,7 @@ def test_reading_a_loss_that_has_a_graph_warns_of_nothing(recwarn):
 
 def test_a_permutation_mixes_samples():
     with WithoutChance(wide=True):
-        found = torch.randperm(4).tolist()
-        assert found == [3, 2, 1, 0]
+        assert torch.randperm(4).tolist() == [3, 2, 1, 0]
 
 
 def test_drawing_until_numbers_fit_ends():

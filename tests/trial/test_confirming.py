@@ -87,16 +87,14 @@ def kept(batch: Any, rows: Tensor) -> Any:
 
 def test_a_rule_takes_five_passes_and_a_usual_one_is_confirmed_with_the_longest_sample():
     data = Samples()
-    found = data.tried(mean_of_labels)
-    assert found == (Verdict(LABELS), 5)
+    assert data.tried(mean_of_labels) == (Verdict(LABELS), 5)
     first = data.groups[-5][0]
     longest = len(LENGTHS) - 1
     assert data.groups[-2:] == [[longest], [first, longest]]
     short = data.groups[-4]
     assert data.groups[-3] == [first, *short]
     assert max(first, *short) < 20
-    found = Samples().tried(mean_of_samples)
-    assert found == (Verdict(Rule("sample")), 5)
+    assert Samples().tried(mean_of_samples) == (Verdict(Rule("sample")), 5)
 
 
 DIVIDED = {
@@ -173,8 +171,7 @@ def test_a_kernel_that_makes_nan_of_float64_is_tried_in_its_own_precision():
 
 def test_long_samples_that_are_left_out_do_not_count():
     def step(batch: Any) -> Tensor:
-        total = (batch["x"] != 0).sum(1)
-        rows = total <= 25
+        rows = (batch["x"] != 0).sum(1) <= 25
         part = kept(batch, rows)
         if rows.any():
             return mean_of_samples(part)
@@ -255,8 +252,7 @@ def test_a_usual_rule_gives_way_to_one_that_explains_more():
     data.hidden = [y == 3 for y in data.y]
     data.y[-1] = 3
     data.hidden[-1] = True
-    found = data.tried(not_hidden)[0].rule
-    assert found == NOT_THREE
+    assert data.tried(not_hidden)[0].rule == NOT_THREE
 
 
 def test_a_trained_weight_and_its_trained_copy_do_not_stay_equal():
@@ -291,8 +287,7 @@ def test_weights_of_four_bits_take_part_in_64_bits(monkeypatch):
     samples = Samples()
 
     def step(batch: Any) -> Tensor:
-        total = batch["x"].sum(1, keepdim=True)
-        return layer(total).square().mean()
+        return layer(batch["x"].sum(1, keepdim=True)).square().mean()
 
     device = torch.device("cpu")
     trial = try_loss(step, samples.batch_of, LENGTHS, [layer], device)
@@ -305,8 +300,7 @@ def test_losses_that_differ_by_rounding_alone_do_not_tell():
     weight = nn.Parameter(torch.ones(1))
 
     def step(batch: Any) -> Tensor:
-        total = (batch["x"] * (weight - 1)).sum(1)
-        margins = total + 1e-6 * (batch["x"].sum(1) % 1)
+        margins = (batch["x"] * (weight - 1)).sum(1) + 1e-6 * (batch["x"].sum(1) % 1)
         mean = nn.functional.logsigmoid(margins).mean()
         return torch.zeros(()).copy_(-mean)  # in 32 bits, as a kernel's
 
@@ -321,10 +315,8 @@ def test_samples_that_need_too_much_memory_are_left_out():
         return mean_of_labels(batch)
 
     data = Samples()
-    found = data.tried(step)[0].rule
-    assert found == LABELS
-    largest = max(max(group) for group in data.groups[-2:])
-    assert largest > 20, "samples as long as fit"
+    assert data.tried(step)[0].rule == LABELS
+    assert max(max(group) for group in data.groups[-2:]) > 20, "samples as long as fit"
 
 
 def test_samples_that_confirm():
@@ -349,8 +341,7 @@ def test_random_numbers_that_change_nothing_are_not_named():
         np.random.rand()
         return mean_of_labels(batch)
 
-    found = Samples().tried(step)[0]
-    assert found == Verdict(LABELS)
+    assert Samples().tried(step)[0] == Verdict(LABELS)
     tried = Samples().tried(lambda batch: mean_of_labels(batch).square())
     assert "numpy" not in tried[0].reason
 
@@ -365,8 +356,7 @@ def test_a_trial_that_takes_more_than_a_moment_shows_a_progress_bar(monkeypatch)
 
     monkeypatch.setattr(progress, "tqdm", bar)
     _, ran = Samples().tried(mean_of_labels)
-    found = sum(count for count, _ in shown)
-    assert found == ran
+    assert sum(count for count, _ in shown) == ran
     for _, options in shown:
         assert options["desc"] == "Trial of the loss"
         assert options["delay"] == 2

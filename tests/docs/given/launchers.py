@@ -23,8 +23,7 @@ class Model(LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        mean = self.layers(batch[0]).square().mean()
-        self.log("val_loss", mean, sync_dist=True)
+        self.log("val_loss", self.layers(batch[0]).square().mean(), sync_dist=True)
 
     def predict_step(self, batch, batch_idx):
         return self.layers(batch[0])

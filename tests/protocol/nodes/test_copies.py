@@ -60,10 +60,8 @@ def test_uneven_microbatches_on_two_nodes_equal_one_process(rank, net):
     everything = _shard_numel(net, trained=False)
     changing = _shard_numel(net, trained=True)
     assert (changing < everything) == ("frozen" in net)
-    expected = 4 * (everything + STEPS * changing)
-    assert traffic.bytes_shared == expected
-    expected = STEPS * 2 * 4 * changing
-    assert traffic.bytes_reduced == expected, "the sums of both nodes add up to one"
+    assert traffic.bytes_shared == 4 * (everything + STEPS * changing)
+    assert traffic.bytes_reduced == STEPS * 2 * 4 * changing, "the sums of both nodes add up to one"
 
 
 @on_ranks(4)
@@ -72,8 +70,7 @@ def test_sums_in_bf16(rank):
     result = copies(rank, accumulator_dtype=torch.bfloat16)
     expected = one_process({})
     differences = [(result["parameters"][name] - expected[name]).flatten() for name in expected]
-    mean = torch.cat(differences).abs().mean()
-    assert 0 < mean < LR / 20
+    assert 0 < torch.cat(differences).abs().mean() < LR / 20
     shard_numel = _shard_numel({}, trained=True)
     assert result["traffic"].bytes_reduced == STEPS * 2 * 2 * shard_numel
 
@@ -208,19 +205,15 @@ def test_nothing_is_read_before_it_has_come_from_the_other_nodes(nodes, options)
             edits = 3
         found[rank] = _play(protocols[rank], rank, world, edits=edits)
 
-    expected = [None] * world
-    assert together(*(partial(play, rank) for rank in range(world))) == expected
+    assert together(*(partial(play, rank) for rank in range(world))) == [None] * world
     for rank, seen in found.items():
         for version in range(1, 4):
             frozen = [float(one) + 100 * (version == 3 or one != 2) for one in range(world)]
             first, second, (sums, nothing) = seen[3 * version - 3 : 3 * version]
-            expected = [[10 * version + r, frozen[r], -10 * version - r] for r in range(world)]
-            assert first == expected
-            expected = [[frozen[r]] * 2 for r in range(world)]
-            assert second == expected
+            assert first == [[10 * version + r, frozen[r], -10 * version - r] for r in range(world)]
+            assert second == [[frozen[r]] * 2 for r in range(world)]
             added = 100 * sum(range(world))
-            expected = [world * 2 * rank + added, 0.0, world * (2 * rank + 1) + added]
-            assert sums == expected
+            assert sums == [world * 2 * rank + added, 0.0, world * (2 * rank + 1) + added]
             assert nothing == []
 
 
@@ -262,7 +255,6 @@ def test_nodes_of_one_rank_train_by_collectives_or_are_refused_with_the_ways_out
         minibatch = Minibatch(token_batches([6], seed=rank))
         t.fit(module, loader([minibatch]))
     assert t.strategy.communication == "collective"
-    found = len([message for message in messages if re.search(says, message)])
-    assert found == (rank == 0)
+    assert len([message for message in messages if re.search(says, message)]) == (rank == 0)
     batches = [*token_batches([6], seed=0), *token_batches([6], seed=1)]
     fits.assert_same(full_parameters(module), fits.one_process(TokenModule("items"), [batches]))

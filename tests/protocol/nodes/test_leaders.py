@@ -50,8 +50,7 @@ def made(store: TCPStore, nodes: int, silence: float = SILENCE) -> list[Leaders]
         Leaders(Layout(nodes, 2, 2 * node), partial(answers, node), store, "127.0.0.1", silence)
         for node in range(nodes)
     ]
-    found = together(*(one.open for one in everybody))
-    assert found == [None] * nodes
+    assert together(*(one.open for one in everybody)) == [None] * nodes
     return everybody
 
 
@@ -69,14 +68,12 @@ def test_leaders_hear_all_messages_in_order_and_leave_none_behind(store, three):
 
     def meet(node: int) -> None:
         for meeting in range(1, 4):
-            seconds = 0.01 * ((node + meeting) % 3)
-            time.sleep(seconds)
+            time.sleep(0.01 * ((node + meeting) % 3))
             encoded = f"{meeting} of {node}".encode()
             heard[node].append(met(three[node], encoded))
 
     before = store.num_keys()
-    found = together(*(partial(meet, node) for node in range(3)))
-    assert found == [None] * 3
+    assert together(*(partial(meet, node) for node in range(3))) == [None] * 3
     expected = [[f"{meeting} of {node}".encode() for node in range(3)] for meeting in range(1, 4)]
     assert heard == dict.fromkeys(range(3), expected)
     eventually(
@@ -196,12 +193,10 @@ def test_a_host_that_only_computes_is_not_silent(store):
         Leaders(Layout(2, 2, rank), partial(hub.rendezvous, rank), store, "127.0.0.1", SILENCE)
         for rank in range(4)
     ]
-    found = together(*(one.open for one in four))
-    assert found == [None] * 4
+    assert together(*(one.open for one in four)) == [None] * 4
     four[2].begin(partial(time.sleep, 2 * SILENCE))
     time.sleep(2 * SILENCE)
-    found = [one.trouble() for one in four]
-    assert found == [""] * 4
+    assert [one.trouble() for one in four] == [""] * 4
     for one in four:
         one.close()
 

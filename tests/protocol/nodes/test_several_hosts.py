@@ -126,8 +126,7 @@ def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(hosts, a
     # Of n numbers, each host sends n / 2 in the sum, and n / 2 parameters. On top of it come the padding of odd shapes,
     # about 70 bytes of headers for every 1.4 to 64 KB, acknowledgements, and what leaders tell each other, some KB. The
     # number of microbatches does not matter.
-    total = sum(parameter.numel() for parameter in alone.values())
-    gradient = 4 * total
+    gradient = 4 * sum(parameter.numel() for parameter in alone.values())
     for seen in (one for rank in (0, 2) for one in ranks[rank]):
         sent = seen["bytes_sent"]
         per_minibatch = (sent[-1] - sent[0]) / (STEPS - 1)
@@ -135,6 +134,7 @@ def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(hosts, a
 
 
 @can_limit
+@pytest.mark.slow
 def test_a_link_that_loses_packets_changes_nothing(hosts, alone):
     ranks = run_ranks(_train_on_lossy_links, hosts, world_size=4, timeout=170)
     assert ranks[0]["lost"] > 0
@@ -206,9 +206,10 @@ def _end_of(work: Callable[[], Any]) -> tuple[str, str, float]:
     return "", "", time.monotonic() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stalls",
-    [False, pytest.param(True, marks=[can_limit, pytest.mark.slow])],
+    [False, pytest.param(True, marks=can_limit)],
     ids=["port shut", "link stalls"],
 )
 def test_a_host_that_is_cut_off_ends_the_other_in_bounded_time(stalls):

@@ -105,8 +105,7 @@ def windows_start_at_zero_and_apart(transport: Transport, meet: Callable[[Any], 
     )
     meet(None)
     for unit in range(3):
-        shard = transport.shard(mine, unit)
-        shard.fill_(10 * mine + unit)
+        transport.shard(mine, unit).fill_(10 * mine + unit)
     settle(transport)
     meet(None)
     out = []
@@ -191,8 +190,7 @@ def adds_land_in_parts(transport: Transport, meet: Callable[[Any], list[Any]]) -
             accumulator = transport.accumulator(1, 0, transport.rank)
             transport.add(accumulator.narrow(0, target, 1), part)
         else:
-            rows = torch.stack([torch.zeros_like(part), part])
-            transport.add_rows(0, transport.rank, target, rows)
+            transport.add_rows(0, transport.rank, target, torch.stack([torch.zeros_like(part), part]))
     settle(transport)
     meet(None)
     return [transport.accumulator(o, 0, s).tolist() for o in range(2) for s in range(2)]
@@ -217,8 +215,7 @@ def data_is_there_when_its_word_is(transport: Transport, meet: Callable[[Any], l
             copy = zeros_of(transport, 2)
             transport.read([transport.shard(0, 2)], copy)
             settle(transport)
-            found = copy.unique().tolist()
-            assert found == [version], "stale or torn"
+            assert copy.unique().tolist() == [version], "stale or torn"
             seen += 1
             transport.store(1, version)
     return seen

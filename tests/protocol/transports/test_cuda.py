@@ -53,8 +53,7 @@ class Play:
             for _ in range(counts[self.rank]):
                 self.microbatch()
             self.protocol.end_version("step")
-            total = sum((rank + 1) * count for rank, count in enumerate(counts))
-            self.take(total)
+            self.take(sum((rank + 1) * count for rank, count in enumerate(counts)))
             self.protocol.next_version()
             self.publish()
         self.protocol.meet("end")
@@ -128,8 +127,7 @@ def test_nothing_is_announced_before_it_is_done(deterministic):
             # One wait for each optimizer step, and one for the meeting at the end. Versions wait in their own thread.
             assert one.protocol.device_waits == STEPS + 1
             add = one.device.asked["add"]
-            found = (one.protocol.traffic.reads > 0, add > 0)
-            assert found == (True, True)
+            assert (one.protocol.traffic.reads > 0, add > 0) == (True, True)
 
 
 class AnnouncesAtOnce(CudaTransport):

@@ -85,8 +85,7 @@ def test_additions_over_a_link_without_atomics():
     one = facts(atomics={"two": True})
     two = other(atomics={"one": True})
     assert preflight.why_not_atomic([one, two]) == ""
-    found = preflight.why_not_atomic([facts(), facts()])
-    assert found == ""  # one GPU adds to its own memory
+    assert preflight.why_not_atomic([facts(), facts()]) == ""  # one GPU adds to its own memory
     for there in ({"one": False}, {}):  # over PCIe; or not visible from here
         units = [one, other(atomics=there)]
         message = preflight.why_not_atomic(units)
@@ -132,5 +131,4 @@ def test_which_transport(monkeypatch):
     made = [
         make_transport(torch.device(name), 0, 2, lambda item: [item] * 2, None) for name in ("cpu", "cuda:0")
     ]
-    found = [type(transport) for transport in made]
-    assert found == [SharedMemoryTransport, CudaTransport]
+    assert [type(transport) for transport in made] == [SharedMemoryTransport, CudaTransport]

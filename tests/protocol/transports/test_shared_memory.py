@@ -124,8 +124,7 @@ def limited(what: int, most: int) -> Iterator[None]:
 
 @contextmanager
 def little_address_space() -> Iterator[None]:
-    text = Path("/proc/self/statm").read_text()
-    used = int(text.split()[0]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with limited(resource.RLIMIT_AS, used + 2**27):
         yield
 
@@ -228,8 +227,7 @@ def test_a_rank_that_looks_late_does_not_count_windows_twice(rank):
 
     def what_is_left() -> int:
         time.sleep(rank)
-        total = sum(_window_bytes(pid) for pid in pids)
-        return 2 * size + kept - total
+        return 2 * size + kept - sum(_window_bytes(pid) for pid in pids)
 
     with patch.object(host_memory, "rooms", lambda: [Room(what_is_left(), "a test", "")]):
         transport.open(SPEC)
@@ -275,13 +273,11 @@ def test_memory_lives_as_long_as_its_last_view(rank):
     rendezvous(None)
     assert len(_window_links()) == 0
     assert _window_maps() == 2
-    found = [view.view(torch.float32).unique().tolist() for view in views]
-    assert found == [[1.0], [2.0]]
+    assert [view.view(torch.float32).unique().tolist() for view in views] == [[1.0], [2.0]]
     rendezvous(None)
     views[rank].view(torch.float32).fill_(3 + rank)
     rendezvous(None)
-    found = [view.view(torch.float32).unique().tolist() for view in views]
-    assert found == [[3.0], [4.0]]
+    assert [view.view(torch.float32).unique().tolist() for view in views] == [[3.0], [4.0]]
     views.pop()
     assert _window_maps() == 1
     views.clear()

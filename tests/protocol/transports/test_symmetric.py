@@ -142,8 +142,7 @@ def driver() -> Any:
 
 def test_the_driver_says_whose_additions_are_atomic(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver())
-    found = [transport._adds_atomically(*pair) for pair in ((0, 1), (1, 0), (0, 2))]
-    assert found == [True, False, False]
+    assert [transport._adds_atomically(*pair) for pair in ((0, 1), (1, 0), (0, 2))] == [True, False, False]
     monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError))
     assert not transport._adds_atomically(0, 1)
 
@@ -222,10 +221,8 @@ def test_rows_are_added_to_all_windows(monkeypatch, has_kernel):
         device.add_plainly()
     first, own = with_windows(device)
     device.add_rows(8, torch.float32, torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))
-    found = first[:5].tolist()
-    assert found == [0, 0, 1, 2, 0]
-    found = own[:5].tolist()
-    assert found == [0, 0, 3, 4, 0]
+    assert first[:5].tolist() == [0, 0, 1, 2, 0]
+    assert own[:5].tolist() == [0, 0, 3, 4, 0]
 
 
 def test_a_kernel_that_works_is_compiled_for_all_dtypes_and_used(monkeypatch):
@@ -238,8 +235,7 @@ def test_a_kernel_that_works_is_compiled_for_all_dtypes_and_used(monkeypatch):
     device = kernels(monkeypatch, add)
     units = [FP32, FP32, unit(torch.uint8, torch.float32)]
     assert device.why_not_atomic(units) == ""
-    expected = [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
-    assert forms == expected
+    assert forms == [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
     wide = unit(torch.float64, torch.float64)
     assert "accumulators in torch.float64" in device.why_not_atomic([wide, FP32])
     used = kernels(monkeypatch, lambda windows, offset, dtype, rows, first: rows.fill_(5))
@@ -248,8 +244,7 @@ def test_a_kernel_that_works_is_compiled_for_all_dtypes_and_used(monkeypatch):
     used.add_rows(0, torch.float32, rows)
     assert rows.tolist() == [[5, 5], [5, 5]]
     used.add_rows(0, torch.float64, torch.ones(2, 2))  # which is not for the kernel
-    found = used._windows[0].view(torch.float64)[:2].tolist()
-    assert found == [1, 1]
+    assert used._windows[0].view(torch.float64)[:2].tolist() == [1, 1]
 
 
 def test_a_kernel_that_does_not_is_left_alone(monkeypatch):
