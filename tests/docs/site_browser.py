@@ -33,6 +33,14 @@ FIRST_FOUND = {
     "GRPO": "rl",
     "Hugging Face Trainer": "huggingface",
     "TRL SFT": "huggingface",
+    "gpu": "gpus",
+    "gradient checkpointing": "fine-tune-llm",
+    "save_pretrained": "fine-tune-llm",
+    "OOM": "symptoms",
+    "ctrl-c": "symptoms",
+    "loss differs from DDP": "symptoms",
+    "learning rate": "migration",
+    "batch size": "migration",
 }
 
 _LOAD_PICTURES = """async () => {
