@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
@@ -107,9 +108,15 @@ def attach(
 
     Raises:
         ValueError: The model is sharded in a part, over other ranks than those of the job, or attached already.
-        TypeError: The model is sharded with ``FullyShardedDataParallel``.
+        TypeError: The model is wrapped in ``DistributedDataParallel`` or ``FullyShardedDataParallel``.
         WindowError: On-demand communication cannot run here, or has not proven itself; on all ranks.
     """
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            "The model is wrapped in DistributedDataParallel, whose all-reduces wait for every rank's backward pass. "
+            "Call `attach(model)` with the model inside, before it is wrapped. `Accelerator.prepare` wraps a model if "
+            "there is no FSDP2 plugin."
+        )
     whole = not is_sharded(model)
     sample_group = None
     mesh = None

@@ -344,6 +344,58 @@ def test_a_part_that_is_sharded_again_and_a_step_after_the_end_are_refused(rank)
         odc.step(optimizer)
 
 
+def prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, nn.Module, Any]:
+    """An accelerator, and what its FSDP2 plugin makes of a model of transformers and its optimizer."""
+    accelerate = pytest.importorskip("accelerate")
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+    )
+    accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.state.fsdp_plugin = plugin  # 1.15 shards on GPUs alone
+    for state in (accelerator.state, accelerate.PartialState()):
+        state.distributed_type = accelerate.DistributedType.FSDP
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_accelerate_has_sharded(rank, tied):
+    """Uneven microbatches in a loop of Accelerate end where one process ends."""
+    model = causal_lm(tied=tied)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.3, 0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    alone = copy.deepcopy(model)
+    norms = []
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    for batches in step_by_step():
+        count = sum(batch.numel() - 1 for batch in batches)
+        for batch in batches:
+            loss = alone(input_ids=batch, labels=batch).loss
+            (loss * (batch.numel() - 1) / count).backward()
+        norms.append(nn.utils.clip_grad_norm_(alone.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    accelerator, model, optimizer = prepared(model, optimizer)
+    assert accelerator.is_fsdp2
+    assert type(optimizer) is not torch.optim.AdamW
+    found = []
+    with attach(model) as odc:
+        for batches in step_by_step():
+            for batch in (batches[:4], batches[4:])[rank]:
+                labels = batch.numel() - 1
+                loss = model(input_ids=batch, labels=batch).loss * labels
+                with odc.backward(weight=labels):
+                    accelerator.backward(loss)
+            found.append(odc.step(optimizer, max_norm=0.1).item())
+            optimizer.zero_grad()
+        assert odc.engine.traffic.reads > 0
+    assert found == pytest.approx(norms, rel=1e-5)
+    assert_same(full_parameters(model), full_parameters(alone))
+
+
 @on_ranks(2)
 def test_what_cannot_be_attached_is_refused_with_the_line_to_write(rank):
     init_gloo(rank)
@@ -358,6 +410,7 @@ def test_what_cannot_be_attached_is_refused_with_the_line_to_write(rank):
         for words, model in {
             "fully_shard(model)": in_a_part,
             "FSDP1": FullyShardedDataParallel(new_model(), device_id=torch.device("cpu")),
+            "wrapped in DistributedDataParallel": nn.parallel.DistributedDataParallel(new_model()),
             "same `mesh=`": two_meshes,
             "over the ranks [[0], [1]], and there are 2. For `attach`": sharded(new_model(), mesh=halves),
             "is attached already": attached,

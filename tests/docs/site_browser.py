@@ -33,6 +33,15 @@ FIRST_FOUND = {
     "GRPO": "rl",
     "Hugging Face Trainer": "huggingface",
     "TRL SFT": "huggingface",
+    "accelerate": "without-the-trainer",
+    "gpu": "gpus",
+    "gradient checkpointing": "symptoms",
+    "save_pretrained": "fine-tune-llm",
+    "OOM": "symptoms",
+    "ctrl-c": "symptoms",
+    "loss differs from DDP": "symptoms",
+    "learning rate": "migration",
+    "batch size": "migration",
 }
 
 _LOAD_PICTURES = """async () => {

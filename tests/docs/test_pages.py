@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import re
 import shlex
@@ -24,9 +23,6 @@ from tests.docs.blocks import PAGES, ROOT, Block, blocks, command_of, fragments,
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
-
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 BENCH = re.compile(r"python -m (benchmarks\.[\w.]+)(.*)")
 
@@ -62,36 +58,8 @@ def test_the_blocks_of_every_page_run_in_order(tmp_path: Path) -> None:
         assert f"{page}: ran {count} blocks" in output
 
 
-#: Programs that need no other file; `test_hangs` runs the others.
-ALONE = [block for block in programs() if block.page.stem != "what-hangs-elsewhere"]
-
-
-def from_local_files(text: str, folder: Path) -> str:
-    """A program with a tiny model and a few rows in place of the model and the data set of the hub."""
-    pytest.importorskip("datasets")
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>")
-    tokenizer.save_pretrained(folder / "model")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    (folder / "data").mkdir()
-    rows = [{"instruction": f"Count to {n}", "output": "1 " * n} for n in range(1, 49)]
-    (folder / "data" / "train.jsonl").write_text("\n".join([json.dumps(row) for row in rows]))
-    for name in ("model", "data"):
-        text, count = re.subn(
-            rf"^{name.upper()} = .*", f"{name.upper()} = {str(folder / name)!r}", text, flags=re.M
-        )
-        assert count == 1
-    return text
+#: Programs that need nothing else; `test_hangs` and `test_fine_tune` run the others.
+ALONE = [block for block in programs() if block.page.stem not in ("what-hangs-elsewhere", "fine-tune-llm")]
 
 
 @pytest.mark.slow
@@ -100,10 +68,7 @@ def test_programs_run_as_files(block: Block, tmp_path: Path) -> None:
     if "import ray" in block.text and importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     program, *arguments = command_of(block)
-    text = block.text
-    if "from_pretrained(MODEL)" in text:
-        text = from_local_files(text, tmp_path)
-    (tmp_path / block.file).write_text(text)
+    (tmp_path / block.file).write_text(block.text)
     module = []
     if program == "torchrun":
         module = ["-m", "torch.distributed.run"]

@@ -51,6 +51,13 @@ def with_lora() -> nn.Module:
     return peft.get_peft_model(causal_lm(), config)
 
 
+def checkpointed() -> nn.Module:
+    model = causal_lm()
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    return model
+
+
 class Compiled(TokenModule):
     """Its blocks are compiled, each on its own, so that a unit is around a compiled block."""
 
@@ -124,6 +131,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "LoRA": (with_lora, {}),
     "by hand": (sharded_by_hand, {}),
     "checkpointing": (causal_lm, {"activation_checkpointing_policy": is_decoder_layer}),
+    "gradient_checkpointing_enable": (checkpointed, {}),
     "activations on the host": (lambda: Offloading(causal_lm()), {}),
     "compiled whole": (lambda: torch.compile(causal_lm(), backend="aot_eager"), {}),
 }
