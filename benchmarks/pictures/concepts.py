@@ -227,6 +227,8 @@ def nodes(_: Load) -> Canvas:
 
 # -- Which settings --------------------------------------------------------------------------------------------
 
+_WRITTEN = {"panel": "ink", "forward": "label"}
+"""Roles of text, by that of the box around it."""
 _TABLE = Path(__file__).parents[2] / "docs" / "full-gain.md"
 _QUESTIONS = {
     "samples of equal length": ("Do ranks wait,", "or compute padding?"),
@@ -238,14 +240,9 @@ _QUESTIONS = {
 
 
 def answers() -> dict[str, list[str]]:
-    """The arguments to write, by question; the row without arguments says which strategies to keep."""
-    text = _TABLE.read_text()
-    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE))
-    found = {}
-    for has in _QUESTIONS:
-        arguments = re.findall(r"\b(?!devices|strategy)\w+=\w*", rows[has])
-        found[has] = arguments or [" or ".join(re.findall(r'"\w+"', rows[has]))]
-    return found
+    """The arguments to write, by what the reader has; none where nothing is gained."""
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", _TABLE.read_text(), re.MULTILINE))
+    return {has: re.findall(r"\b(?!devices|strategy)\w+=\w*", rows[has]) for has in _QUESTIONS}
 
 
 def settings(_: Load) -> Canvas:
@@ -256,21 +253,18 @@ def settings(_: Load) -> Canvas:
     for place, (has, arguments) in enumerate(answers().items()):
         y = 2.0 + 88 * place
         canvas.box(0, y, 2 * middle, 46, "panel", edge="grid", rounded=6)
-        if place:
-            role = "forward"
-            written = "label"
+        words = ("no", "yes")
+        role = "panel"
+        said = ['keep "ddp" or "fsdp"']
+        if arguments:
             words = ("yes", "no")
-            said = ("add " + ", ".join(arguments)).replace(", ", ",\n").splitlines()
+            role = "forward"
+            said = [f"add {arguments[0]}", *arguments[1:]]
             back = [(right, y + 46), (right, y + 66), (middle + 1, y + 66)]
             canvas.line(back, "ink", width=2, arrow=True)
-        else:
-            role = "panel"
-            written = "ink"
-            words = ("no", "yes")
-            said = [f"keep {arguments[0]}"]
         canvas.box(240, y, 192, 46, role, rounded=6)
         _centred(canvas, middle, y, _QUESTIONS[has], "ink")
-        _centred(canvas, right, y, said, written)
+        _centred(canvas, right, y, said, _WRITTEN[role])
         canvas.stroke(2 * middle, y + 23, 240, y + 23, "ink", width=2, arrow=True)
         canvas.note(206, y + 17, words[0], "middle")
         canvas.stroke(middle, y + 46, middle, y + 88, "ink", width=2, arrow=True)

@@ -251,8 +251,12 @@ def lines_figure(
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-    axes.legend(frameon=False)
     _name(axes, title, x, y)
+    if len(labels) < 4:
+        axes.legend(frameon=False)
+    else:  # they would lie over the curves
+        figure.set_figheight(3.8 + 0.21 * len(labels))
+        figure.legend(loc="outside lower center", frameon=False)
     return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +47,7 @@ _UPPER = (-0.40, 0.54)
 _LOWER = (0.16, 0.24)
 _ROW = (-0.40, 0.80)
 _LEGEND_COLUMNS = 3
-_LEAST_SHARE = 0.01  # of the time, below which a kind is not in the legend
+_LEAST_SHARE = 0.005  # of all spans' time, below which a colour is not in the legend
 _LEAST_GAP = 1.5  # pixels below which neighbouring bars get no gap
 
 
@@ -143,29 +144,25 @@ def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    shares: dict[str, float] = {}  # the largest share of a rank's time, by kind
+    spent: Counter[str] = Counter()  # nanoseconds by kind, then by colour
     for timeline in timelines:
         for rank in timeline.ranks:
-            for kind in {span.kind for span in rank.spans}:
-                share = sum(span.end - span.begin for span in rank.of(kind)) / 1e9 / timeline.seconds
-                shares[kind] = max(share, shares.get(kind, 0.0))
+            for span in rank.spans:
+                spent[span.kind] += span.end - span.begin
+    least = _LEAST_SHARE * spent.total()
     labels: dict[str, list[str]] = {}  # kinds that do the same job share a colour
-    seen = set()
     for kind, colour in {**WORK, **COMMUNICATION, "wait": palette.IDLE}.items():
-        if kind in shares:
+        if spent[kind]:
             label = _LABELS.get(kind, kind.replace("_", "-"))
             labels.setdefault(colour, []).append(label)
-            if shares[kind] > _LEAST_SHARE:
-                seen.add(colour)
+            spent[colour] += spent[kind]
     handles: list[Artist] = []
     for colour, names in labels.items():
-        if colour in seen:
+        if spent[colour] > least:
             handle = Patch(facecolor=colour, label=" / ".join(names))
             handles.append(handle)
-    if "minibatch" in shares:
-        line = Line2D(
-            [], [], color=palette.BLACK, marker="|", markersize=9, linestyle="", label="minibatch ends"
-        )
+    if spent["minibatch"]:
+        line = Line2D([], [], color=palette.BLACK, marker="|", linestyle="", label="minibatch ends")
         handles.append(line)
     figure.legend(
         handles=handles,
