@@ -241,8 +241,13 @@ _QUESTIONS = {
 
 def answers() -> dict[str, list[str]]:
     """The arguments to write, by what the reader has; none where nothing is gained."""
-    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", _TABLE.read_text(), re.MULTILINE))
-    return {has: re.findall(r"\b(?!devices|strategy)\w+=\w*", rows[has]) for has in _QUESTIONS}
+    text = _TABLE.read_text()
+    cells = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    rows = dict(cells)
+    found = {}
+    for has in _QUESTIONS:
+        found[has] = re.findall(r"\b(?!devices|strategy)\w+=\w*", rows[has])
+    return found
 
 
 def settings(_: Load) -> Canvas:

@@ -111,7 +111,7 @@ def _draw_panel(axes: Axes, title: str, timeline: Timeline, pixels: float) -> No
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelbottom=True, labelsize=8)
+    axes.tick_params(axis="x", labelbottom=True, labelsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
@@ -169,7 +169,7 @@ def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
         loc="outside lower center",
         ncols=min(len(handles), _LEGEND_COLUMNS),
         frameon=False,
-        fontsize=9,
+        fontsize=10,
         handlelength=1.4,
-        columnspacing=1.6,
+        columnspacing=1.3,
     )
