@@ -126,7 +126,7 @@
         draw(svg, runs[way], ranks, results[0].time);
       });
       const faster = (results[0].time / results[1].time).toFixed(2);
-      summary.textContent = `One barrier is ${faster} times as fast. Perfectly level work would take ${MICROBATCHES}.0.`;
+      summary.textContent = `With one barrier it is ${faster} times as fast. Perfectly level work would take ${MICROBATCHES}.0.`;
     };
     for (const { input } of [skew, count]) input.addEventListener("input", update);
     update();
