@@ -180,7 +180,7 @@ def measure(rounds: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.first_screen", "--record", folder]
         subprocess.run(command, check=True, cwd=ROOT, timeout=600, stdout=subprocess.DEVNULL)
         recorded = {way: steps_of(Path(folder, way)) for way in WRITTEN}
-    timed = {way: steps[len(steps) // 3 :] for way, steps in recorded.items()}  # without the first epoch
+    timed = {way: steps[len(steps) // 2 :] for way, steps in recorded.items()}  # without the first epoch
     shares = {}
     for way, steps in timed.items():
         shares[way] = {kind: share(steps, kind) for kind in ("waiting", "padding")}

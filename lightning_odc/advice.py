@@ -120,14 +120,14 @@ class Advice:
     def __str__(self) -> str:
         gain = self.gain
         parts = [
-            f"This would not help: ranks would wait {gain.balanced_idle:.0%} of the time for each other, instead of "
-            f"{gain.least_idle:.0%}.\nKeep your strategy."
+            f"Balancing would not help: ranks wait {gain.least_idle:.0%} of the time for each other today, and would "
+            f"wait {gain.balanced_idle:.0%}.\nKeep your strategy."
         ]
         if self.helps:
             parts = [
-                f"This would help: ranks would wait {gain.balanced_idle:.0%} of the time for each other, instead of "
-                f"{gain.idle:.0%}.\nA step would be shorter by a factor of {gain.factor:.2f}, counted in FLOPs, "
-                "without communication.",
+                f"Balancing would help: ranks wait {gain.idle:.0%} of the time for each other today, and would wait "
+                f"{gain.balanced_idle:.0%}.\nThe compute of a step would speed up by {gain.factor:.2f}, counted in "
+                "FLOPs, without communication.",
                 indent(self.line, "    "),
             ]
             if self.device != "cpu":

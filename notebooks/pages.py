@@ -90,11 +90,14 @@ def _folded(title: str, markdown: str) -> str:
 def _output(name: str, output: dict[str, Any], pictures: dict[str, bytes]) -> str:
     data = output.get("data", {})
     if "image/png" in data:
-        file = f"{name}-{len(pictures) + 1}.png"
+        file = f"{name}-{len(pictures) // 2 + 1}.png"
+        dark = file.replace(".png", "-dark.png")
         pictures[file] = base64.b64decode(data["image/png"])
+        pictures[dark] = base64.b64decode(data["image/x-dark+png"])
         alt = output["metadata"]["image/png"]["alt"]
         width, height = _size(pictures[file])
-        return f"![{alt}]({file}){{ .notebook-picture loading=lazy width={width} height={height} }}"
+        shown = f"{{ .notebook-picture loading=lazy width={width} height={height} }}"
+        return f"![{alt}]({file}#only-light){shown}![{alt}]({dark}#only-dark){shown}"
     if "text/html" in data:
         return "".join(data["text/html"])
     text = "".join(output.get("text") or data.get("text/plain", ""))

@@ -29,9 +29,9 @@ def test_the_line_gives_the_gain_that_is_promised() -> None:
     assert advice.fits
     assert advice.line == ODC
     said = str(advice)
-    assert said.startswith("This would help: ranks would wait ")
-    assert f"instead of {advice.gain.idle:.0%}." in said
-    assert f"shorter by a factor of {advice.gain.factor:.2f}, counted in FLOPs" in said
+    assert said.startswith("Balancing would help: ranks wait ")
+    assert f"wait {advice.gain.idle:.0%} of the time for each other today" in said
+    assert f"speed up by {advice.gain.factor:.2f}, counted in FLOPs" in said
     assert "times as fast" not in said
     assert '    import lightning_odc\n    Trainer(accelerator="gpu"' in said
     assert "has not run on a GPU" in said
@@ -75,7 +75,7 @@ def test_where_nothing_is_gained_that_comes_first(changed: dict[str, Any]) -> No
     advice = advise(changed.pop("lengths", UNEVEN), model="1.5b", device="H200", **changed)
     assert not advice.helps
     assert advice.line == "# Nothing is gained: keep your strategy."
-    assert str(advice).startswith("This would not help: ranks would wait ")
+    assert str(advice).startswith("Balancing would not help: ranks wait ")
     assert str(advice).splitlines()[1] == "Keep your strategy."
     assert "Trainer" not in str(advice)
 
@@ -122,7 +122,7 @@ def test_whether_a_batch_fits_depends_on_its_length_and_on_checkpointing() -> No
         assert 0 < checkpointed < plain
         starts.append(str(advice).partition(":")[0])
     assert starts == [
-        "This would help",
+        "Balancing would help",
         "This would fit with gradient checkpointing only",
         "This would not fit",
     ]

@@ -1,7 +1,8 @@
 """``python -m benchmarks.pictures`` draws all pictures of the documentation again, each for light and dark screens.
 
-They are drawn from the raw numbers under ``docs/data``, so run it after a measurement has renewed one of those files. A
-test compares the files under ``docs/pictures`` with what is drawn here.
+They are drawn from the raw numbers under ``docs/data``, and one of them from the table of settings in
+``docs/full-gain.md``. Run it after one of these files has changed. A test compares the files under ``docs/pictures``
+with what is drawn here.
 """
 
 from __future__ import annotations

@@ -22,24 +22,25 @@ LIGHT = {
     "soft": "#59636e",
     "grid": "#c8ccd1",
     "panel": "#f0f2f5",
-    "paper": "#ffffff",
+    "paper": palette.WHITE,
     "idle": palette.IDLE,
     "forward": palette.LIGHT_BLUE,
     "backward": palette.BLUE,
     "optimizer": palette.GREEN,
-    "read": palette.ORANGE,
-    "add": palette.RED,
-    "publish": palette.LIGHT_PURPLE,
+    "padding": palette.ORANGE,
+    "read": palette.LIGHT_PURPLE,
+    "add": palette.PURPLE,
+    "exchange": palette.DEEP_PURPLE,
+    "owned": palette.YELLOW,
     "label": "#14212e",
     **palette.MODES,
 }
 """Colours of the roles on a light screen."""
 DARK = {role: palette.DARK.get(colour, colour) for role, colour in LIGHT.items()} | {
-    "ink": "#e6e9ee",
-    "soft": "#a3acb8",
+    "ink": palette.DARK[palette.BLACK],
+    "soft": palette.DARK[palette.GREY],
     "grid": "#4b525d",
     "panel": "#2b303b",
-    "paper": "#1e2129",
 }
 """The same on a dark screen."""
 

@@ -208,7 +208,7 @@ def idle(load: Load) -> Canvas:
 
 # -- Causes ----------------------------------------------------------------------------------------------------
 
-_CAUSES = {"fewer waits": "on_demand", "balancing": "balanced", "cheaper bytes": "grid"}
+_CAUSES = {"fewer waits": "on_demand", "balancing": "balanced", "cheaper bytes": "read"}
 """Roles by cause; what carries over to another machine comes first."""
 
 
@@ -239,7 +239,7 @@ def causes(load: Load) -> Canvas:
     """A bar for each experiment, as long as the logarithm of its speed-up, cut by causes."""
     rows = factors(load)
     canvas = Canvas("Speed-ups as products of their causes", 48.0 + 62 * len(rows))
-    shown = {"fewer waits": "on_demand", "balancing": "balanced", "cheaper bytes (this machine)": "grid"}
+    shown = {"fewer waits": "on_demand", "balancing": "balanced", "cheaper bytes (this machine)": "read"}
     canvas.legend(14, shown, left=12)
     axis = Axis(1, 2, by_ratio=True)
     places = [42 + 62.0 * row for row in range(len(rows))]
@@ -293,7 +293,7 @@ def faults(load: Load) -> Canvas:
             lane = number % 3 - 1
             canvas.dot(axis(one), y + 5 * lane, 3, "on_demand")
     timeout = axis(2)
-    canvas.stroke(timeout, bottom - 25, timeout, bottom, "add", width=2, dash="4 3")
+    canvas.stroke(timeout, bottom - 25, timeout, bottom, "collective", width=2, dash="4 3")
     canvas.note(timeout - 8, bottom - 8, "timeout", "end")
     text = "seconds until every rank had ended; one dot per trial"
     canvas.note(WIDTH / 2, bottom + 35, text, "middle")

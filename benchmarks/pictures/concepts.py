@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from benchmarks.pictures.canvas import SMALL, WIDTH, Canvas
 from benchmarks.pictures.charts import Load
@@ -68,7 +70,7 @@ def _finish(canvas: Canvas, top: float, meetings: Sequence[float], *said: str) -
 
 # -- Windows ---------------------------------------------------------------------------------------------------
 
-_OWNERS = ("publish", "forward", "balanced")
+_OWNERS = ("forward", "balanced", "owned")
 """Roles of what belongs to each of three ranks."""
 
 
@@ -104,10 +106,14 @@ def windows(_: Load) -> Canvas:
 
 _STAGES = ((76.0, 194.0, "minibatch 7"), (198.0, 312.0, "optimizer step"), (316.0, 436.0, "minibatch 8"))
 _STATES = {
-    "version": (("7", "panel"), ("none to read", "idle"), ("8", "panel")),
-    "its shard": (("as of 7", "forward"), ("is updated", "idle"), ("as of 8", "forward")),
-    "its sum": (("of gradients 7", "read"), ("taken, zeroed", "idle"), ("of gradients 8", "read")),
-    "its peers": (("read and add", "balanced"), ("wait for 8", "idle"), ("read and add", "balanced")),
+    "version": (("7", "panel"), ("none to read", "panel"), ("8", "panel")),
+    "its shard": (("as of 7", "forward"), ("is updated", "optimizer"), ("as of 8", "forward")),
+    "its sum": (
+        ("of gradients 7", "balanced"),
+        ("taken, zeroed", "optimizer"),
+        ("of gradients 8", "balanced"),
+    ),
+    "its peers": (("read and add", "read"), ("wait for 8", "idle"), ("read and add", "read")),
 }
 """What an owner's window holds, and what others do with it: text and role, before, between and after."""
 
@@ -171,14 +177,14 @@ def padding(_: Load) -> Canvas:
         canvas.text(0, y + 16, title, bold=True)
         canvas.text(WIDTH - 4, y + 16, f"{tokens} tokens computed", anchor="end")
         y += height
-    canvas.legend(y + 20, {f"{sum(_LENGTHS)} tokens of the samples": "forward", "padding": "idle"})
+    canvas.legend(y + 20, {f"{sum(_LENGTHS)} tokens of the samples": "forward", "padding": "padding"})
     return canvas
 
 
 def _draw_padded(canvas: Canvas, left: float, top: float, lengths: Sequence[int]) -> None:
     for row, length in enumerate(lengths):
         y = top + 24 * row
-        canvas.box(left, y, _TOKEN * max(lengths), 20, "idle")
+        canvas.box(left, y, _TOKEN * max(lengths), 20, "padding")
         canvas.box(left, y, _TOKEN * length, 20, "forward")
 
 
@@ -210,49 +216,64 @@ def nodes(_: Load) -> Canvas:
             canvas.stroke(up, 146, up, 87, role, width=2.5, arrow=True)
             canvas.stroke(down, 86, down, 145, role, width=2.5, arrow=True)
     for y in (60.0, 172.0):
-        canvas.stroke(152, y - 8, 288, y - 8, "publish", width=2.5, arrow=True)
-        canvas.stroke(288, y + 8, 152, y + 8, "publish", width=2.5, arrow=True)
+        canvas.stroke(152, y - 8, 288, y - 8, "exchange", width=2.5, arrow=True)
+        canvas.stroke(288, y + 8, 152, y + 8, "exchange", width=2.5, arrow=True)
     canvas.note(WIDTH / 2, 114, "once per", "middle")
     canvas.note(WIDTH / 2, 131, "minibatch", "middle")
     canvas.legend(234, {"read shards, at any time": "read", "add gradients, at any time": "add"})
-    canvas.legend(258, {"exchange shards and sums of gradients": "publish"})
+    canvas.legend(258, {"exchange shards and sums of gradients": "exchange"})
     return canvas
 
 
 # -- Which settings --------------------------------------------------------------------------------------------
 
-_QUESTIONS = (
-    (("Do ranks wait,", "or compute padding?"), ("Keep what you have",), True),
-    (("Does the model", "need sharding?"), ("DDP with a", "BalancedDataLoader"), True),
-    (("Do all ranks run", "on one machine?"), ("add num_nodes=",), False),
-    (("Is the loss a mean", "over labels?"), ("add weighting=, or", "return num_items"), False),
-)
-"""Two lines of a question, what to do if the answer is no, and whether that is the end."""
+_WRITTEN = {"panel": "ink", "forward": "label"}
+"""Roles of text, by that of the box around it."""
+_TABLE = Path(__file__).parents[2] / "docs" / "full-gain.md"
+_QUESTIONS = {
+    "samples of equal length": ("Do ranks wait,", "or compute padding?"),
+    "several machines": ("Are there", "several machines?"),
+    "images, audio, tables": ("Are samples images,", "audio or tables?"),
+    "flash, flex or varlen attention": ("Is attention flash,", "flex or varlen?"),
+}
+"""Two lines of a question for some rows of the table *Which settings are mine?*, by what the reader has."""
+
+
+def answers() -> dict[str, list[str]]:
+    """The arguments to write, by what the reader has; none where nothing is gained."""
+    text = _TABLE.read_text()
+    cells = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    rows = dict(cells)
+    found = {}
+    for has in _QUESTIONS:
+        found[has] = re.findall(r"\b(?!devices|strategy)\w+=\w*", rows[has])
+    return found
 
 
 def settings(_: Load) -> Canvas:
-    """Four questions that lead to a strategy."""
+    """Questions that lead to a strategy and its arguments. The first one ends the way."""
     canvas = Canvas("Four questions, and the settings that they lead to", 396)
     middle = 88.0
     right = 336.0
-    for place, (question, answer, is_end) in enumerate(_QUESTIONS):
+    for place, (has, arguments) in enumerate(answers().items()):
         y = 2.0 + 88 * place
         canvas.box(0, y, 2 * middle, 46, "panel", edge="grid", rounded=6)
-        role = "forward"
-        written = "label"
-        if is_end:
-            role = "idle"
-            written = "ink"
-        canvas.box(240, y, 192, 46, role, rounded=6)
-        _centred(canvas, middle, y, question, "ink")
-        _centred(canvas, right, y, answer, written)
-        canvas.stroke(2 * middle, y + 23, 240, y + 23, "ink", width=2, arrow=True)
-        canvas.note(206, y + 17, "no", "middle")
-        canvas.stroke(middle, y + 46, middle, y + 88, "ink", width=2, arrow=True)
-        canvas.note(middle - 8, y + 64, "yes", "end")
-        if not is_end:
+        words = ("no", "yes")
+        role = "panel"
+        said = ['keep "ddp" or "fsdp"']
+        if arguments:
+            words = ("yes", "no")
+            role = "forward"
+            said = [f"add {arguments[0]}", *arguments[1:]]
             back = [(right, y + 46), (right, y + 66), (middle + 1, y + 66)]
             canvas.line(back, "ink", width=2, arrow=True)
+        canvas.box(240, y, 192, 46, role, rounded=6)
+        _centred(canvas, middle, y, _QUESTIONS[has], "ink")
+        _centred(canvas, right, y, said, _WRITTEN[role])
+        canvas.stroke(2 * middle, y + 23, 240, y + 23, "ink", width=2, arrow=True)
+        canvas.note(206, y + 17, words[0], "middle")
+        canvas.stroke(middle, y + 46, middle, y + 88, "ink", width=2, arrow=True)
+        canvas.note(middle - 8, y + 64, words[1], "end")
     canvas.box(0, 354, 264, 40, "balanced", rounded=6)
     canvas.text(132, 379, 'Trainer(strategy="odc")', role="label", anchor="middle")
     return canvas

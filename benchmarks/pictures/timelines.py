@@ -9,8 +9,8 @@ from benchmarks.pictures.canvas import WIDTH, Axis, Canvas, bars
 from benchmarks.pictures.charts import Load
 
 _TITLES = {"ddp": 'strategy="ddp"', "odc": 'strategy="odc"'}
-_ROLES = {"padding": "read", "waiting": "idle"}
-_LEGEND = {"computing, moving bytes": "backward", **_ROLES}
+_ROLES = {"padding": "padding", "waiting": "idle"}
+_LEGEND = {"useful work": "backward", **_ROLES}
 _LEFT = 52.0
 _ROW = 26.0
 _BAR = 21.0

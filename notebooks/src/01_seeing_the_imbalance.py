@@ -133,7 +133,7 @@ for number, minibatch in enumerate(plan[:2]):
 #
 # Both are *collectives*: operations that all ranks enter together. No rank leaves a collective before the last
 # one has entered. So each collective is a **barrier**, and a model of 32 layers has about 100 barriers per
-# microbatch. The code says that ranks *meet* there.
+# microbatch.
 #
 # Here is a small example in pure arithmetic: two ranks, three microbatches each, a model of four layers. Rank 0
 # has its long text first, rank 1 last. Both have 10 seconds of work in total.
@@ -144,7 +144,7 @@ microbatches = [[8, 1, 1], [1, 1, 8]]
 seconds = np.repeat(np.array(microbatches)[:, :, None] / 4, 4, axis=2)
 # ... so this is seconds[rank, microbatch, layer]
 
-every_layer = seconds.max(axis=0).sum()  # the slowest rank, at each meeting
+every_layer = seconds.max(axis=0).sum()  # the slowest rank, layer by layer
 once = seconds.sum(axis=(1, 2)).max()  # the rank with the most work
 print(f"synchronize at every layer: {every_layer:.0f} s; once: {once:.0f} s")
 
@@ -153,14 +153,14 @@ work = replay.layered(microbatches, layers=4)
 show(
     pictures.replays_figure(
         {
-            "synchronize at every layer": replay.replay(work, meeting="layer"),
-            "synchronize once": replay.replay(work, meeting="minibatch"),
+            "synchronize at every layer": replay.replay(work, barrier="layer"),
+            "synchronize once": replay.replay(work, barrier="minibatch"),
         },
         "seconds",
     ),
-    "Two diagrams on one time axis. Meeting at every layer, rank 1 waits at each "
+    "Two diagrams on one time axis. With a barrier at every layer, rank 1 waits at each "
     "layer of the first microbatch and rank 0 at each layer of the last one. "
-    "Meeting once, both ranks work without a gap and are done much earlier.",
+    "With one barrier, both ranks work without a gap and are done much earlier.",
 )
 
 # %% [markdown]
@@ -260,8 +260,8 @@ show(
 )
 
 # %% [markdown]
-# Each panel shows three minibatches of both ranks on the same time axis. Blue is computing, orange and red is
-# moving bytes, **grey is waiting**. The numbers are tokens. The black lines are where minibatches begin and end.
+# Each panel shows three minibatches of both ranks on the same time axis. Blue is computing, purple is moving bytes,
+# **grey is waiting**. Minibatches begin and end at the lines through a row.
 #
 # With collectives, grey is in every microbatch: beside every long text there is a grey stretch on the other rank.
 # On demand, the grey that is left is at the *end* of the minibatches: one rank had less to do there. That is
@@ -309,11 +309,11 @@ def costs_of(skew, minibatch):
     return [costs[share] for share in minibatch]
 
 
-def expected_idle(skew, plan, meeting):
+def expected_idle(skew, plan, barrier):
     """The idle fraction of a plan's minibatches, if only computing took time."""
     costs = np.array([costs_of(skew, minibatch) for minibatch in plan])
     _, ranks, _ = costs.shape  # costs[minibatch, rank, microbatch]
-    if meeting == "layer":
+    if barrier == "layer":
         times = costs.max(axis=1).sum(axis=1)
     else:
         times = costs.sum(axis=2).max(axis=1)
@@ -331,8 +331,8 @@ for ranks in (32, 8, 2):
         seed=0,
         longest_first=False,
     )
-    for meeting, word in (("layer", "at every layer"), ("minibatch", "once")):
-        idle = [expected_idle(skew, dealt, meeting) for skew in SKEWS]
+    for barrier, word in (("layer", "at every layer"), ("minibatch", "once")):
+        idle = [expected_idle(skew, dealt, barrier) for skew in SKEWS]
         curves[f"{ranks} ranks, synchronize {word}"] = (SKEWS, idle)
 
 # %% Draw the curves tags=["hide-input"]
@@ -346,7 +346,7 @@ show(
         curves, title="Idle time by skew, in theory", in_turns=2, **labels
     ),
     "Six rising curves of idle time over skew. All begin at zero for equal "
-    "lengths. With more ranks they are higher. Meeting at every layer lies far "
+    "lengths. With more ranks they are higher. Synchronizing at every layer lies far "
     "above synchronizing once with as many ranks.",
 )
 
@@ -439,11 +439,11 @@ for skew in PLACES:
 
 # %% Draw theory and measurement tags=["hide-input"]
 expected, points = {}, {}
-for title, meeting, communication in (
+for title, barrier, communication in (
     ("synchronize at every layer", "layer", "collective"),
     ("synchronize once", "minibatch", "on_demand"),
 ):
-    expected[title] = (PLACES, [expected_idle(s, few[1:], meeting) for s in PLACES])
+    expected[title] = (PLACES, [expected_idle(s, few[1:], barrier) for s in PLACES])
     for model, name in (("sleeping model", "asleep"), ("Llama", "llama")):
         measured_idle = []
         for skew in PLACES:
@@ -466,12 +466,12 @@ show(
 
 # %% Compare in seconds tags=["hide-input"]
 rows = []
-for title, meeting, communication in (
+for title, barrier, communication in (
     ("synchronize at every layer", "layer", "collective"),
     ("synchronize once", "minibatch", "on_demand"),
 ):
     pieces = [
-        replay.replay(replay.layered(costs_of(1, minibatch), LAYERS), meeting)
+        replay.replay(replay.layered(costs_of(1, minibatch), LAYERS), barrier)
         for minibatch in few[1:]
     ]
     seconds = UNIT * sum(map(replay.duration, pieces)) / len(pieces)

@@ -27,8 +27,9 @@ if find_spec("support") is None:  # the folder beside the notebooks
     # !git clone --quiet --depth 1 https://github.com/OWNER/lightning-odc clone
     sys.path.append("clone/notebooks")
 
+from support import pictures
 from support.corpus import read_corpus
-from support.display import mean_of_log, print_table, quiet, read_log
+from support.display import mean_of_log, print_table, quiet, read_log, show
 
 from lightning_odc.demo import VOCABULARY, encode
 
@@ -222,21 +223,16 @@ timelines = {name: load_timeline(f"runs/{name}/timeline.json") for name in runs}
 draw_timelines(timelines, "runs/timelines.png")
 
 # %% Show the picture tags=["hide-input"]
-from IPython.display import Image, display
-
-display(
-    Image(
-        filename="runs/timelines.png",
-        alt="Three timelines of the same three optimizer steps on two ranks. With "
-        "collectives, grey waiting is spread over the microbatches. On demand, all "
-        "waiting is at the end of the steps. Balanced as well, the ranks end their "
-        "steps nearly together, with different numbers of microbatches.",
-    )
+show(
+    pictures.timelines_figure(timelines),
+    "Three timelines of the same three optimizer steps on two ranks. With "
+    "collectives, grey waiting is spread over the microbatches. On demand, all "
+    "waiting is at the end of the steps. Balanced as well, the ranks end their "
+    "steps nearly together, with different numbers of microbatches.",
 )
 
 # %% [markdown]
-# The black lines are optimizer steps. Blue is computing, the thin lane below it is moving bytes, grey is waiting, and
-# the numbers are tokens.
+# Optimizer steps end at the lines through a row. Blue is computing, purple is moving bytes, and grey is waiting.
 #
 # - **Collectives**: the ranks run their microbatches side by side. Beside a longer text the other rank waits, layer by
 #   layer.

@@ -104,25 +104,25 @@ except ValueError as error:
 
 
 # %%
-def duration(costs, meeting):
+def duration(costs, barrier):
     """The time of a minibatch, from costs[rank][microbatch]."""
-    if meeting == "microbatch":  # each time, all wait for the largest
+    if barrier == "microbatch":  # each time, all wait for the largest
         return sum(map(max, zip(*costs, strict=True)))
     return max(map(sum, costs))  # all wait for the rank with the most
 
 
-def idle_fraction(minibatches, meeting="minibatch"):
+def idle_fraction(minibatches, barrier="minibatch"):
     """Waiting as a part of all ranks' time."""
     busy = sum(sum(map(sum, costs)) for costs in minibatches)
-    times = sum(len(costs) * duration(costs, meeting) for costs in minibatches)
+    times = sum(len(costs) * duration(costs, barrier) for costs in minibatches)
     return 1 - busy / times
 
 
 # %% Draw four ways tags=["hide-input"]
-def as_replay(policy, meeting):
+def as_replay(policy, barrier):
     plan = balance.plan_minibatch(minibatch, 4, MAX_TOKENS, policy)
     costs = balance.microbatch_costs(plan, minibatch)
-    return replay.replay(replay.layered(costs, layers=1, passes=1), meeting)
+    return replay.replay(replay.layered(costs, layers=1, passes=1), barrier)
 
 
 show(
@@ -175,7 +175,7 @@ def minibatches(ranks, per_rank, count=200, regroup=1):
     return [loader.plan(step).microbatches for step in steps]
 
 
-def idle(policy, ranks, meeting):
+def idle(policy, ranks, barrier):
     """The idle fraction under a policy, over many minibatches."""
     costs = []
     for dealt in minibatches(ranks, per_rank=4):
@@ -189,11 +189,11 @@ def idle(policy, ranks, meeting):
         ]
         plan = balance.plan_minibatch(own, ranks, int(lengths.max()), policy)
         costs.append(balance.microbatch_costs(plan, own))
-    return idle_fraction(costs, meeting)
+    return idle_fraction(costs, barrier)
 
 
 rows = []
-for policy, meeting, way in (
+for policy, barrier, way in (
     ("local_sort", "microbatch", "collectives"),
     ("lb_micro", "microbatch", "collectives"),
     ("lb_micro", "minibatch", "on demand"),
@@ -202,7 +202,7 @@ for policy, meeting, way in (
     rows.append(
         [
             f"{policy}, {way}",
-            *(f"{idle(policy, ranks, meeting):.0%}" for ranks in (2, 4, 8)),
+            *(f"{idle(policy, ranks, barrier):.0%}" for ranks in (2, 4, 8)),
         ]
     )
 print_table(["idle", "2 ranks", "4 ranks", "8 ranks"], rows)
@@ -355,12 +355,12 @@ truth = balance.with_speeds(
 )
 noise = random.Random(0)
 measured = MeasuredCost(4, balance.resolve_cost("quadratic"))
-left = {"quadratic, all ranks alike": [], "measured": []}
+left = {"planned as if ranks were alike": [], "planned with measured speeds": []}
 for own in np.split(balance.epoch_order(len(lengths), 1, 0)[: 40 * 24], 24):
     own = lengths[own]
     for name, cost in (
-        ("quadratic, all ranks alike", "quadratic"),
-        ("measured", measured.found or "quadratic"),
+        ("planned as if ranks were alike", "quadratic"),
+        ("planned with measured speeds", measured.found or "quadratic"),
     ):
         plan = balance.plan_minibatch(own, 4, int(lengths.max()), cost=cost)
         costs = balance.microbatch_costs(plan, own, truth)
@@ -458,15 +458,15 @@ print_table(
 )
 
 # %% [markdown]
-# Count the numbers in the bars: with stealing and with measured speeds, rank 0 runs more microbatches. Stealing cannot
+# Count the bars: with stealing and with measured speeds, rank 0 runs more microbatches. Stealing cannot
 # divide a microbatch that has begun, so a little waiting stays at the end.
 #
 # ## In your own training
 #
-# You need one argument. Your `DataLoader` stays as it is:
+# You write one word. Your `DataLoader` stays as it is, and the strategy chooses the policy and the cost:
 #
 # ```python
-# ODCStrategy(balance="lb_mini", max_tokens=16384)
+# Trainer(strategy="odc")
 # ```
 #
 # [Balancing](../docs/balancing.md) has all options, and [Plans and predictions](../docs/plans.md) says how far

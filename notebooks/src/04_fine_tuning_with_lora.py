@@ -99,7 +99,7 @@ some = [len(text) for text in prose[:24]]
 # %% Draw padded against packed tags=["hide-input"]
 show(
     pictures.rows_figure(some, [[some[text] for text in row] for row in rows]),
-    "Two panels on one axis. Padded: a row for each text, most of it grey padding. Packed: a few rows in which "
+    "Two panels on one axis. Padded: a row for each text, most of it orange padding. Packed: a few rows in which "
     "texts follow each other without padding.",
 )
 

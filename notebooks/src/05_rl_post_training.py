@@ -217,7 +217,7 @@ def policy_loss(logprobs, microbatch, clip=0.2):
 # %% [markdown]
 # Let us check that, and break it. We place the same 128 answers in three ways. For each way we compute the gradient
 # with both rules, and with two shortcuts that exist in real code: dividing each microbatch by its own number of
-# tokens, and normalising rewards over the answers of a microbatch.
+# tokens (*divided early*), and normalising rewards over the answers of a microbatch (*normalised early*).
 
 
 # %%
@@ -233,10 +233,10 @@ def gradient(ranks, max_tokens, rule):
     ]
     base.zero_grad()
     for microbatch in microbatches:
-        if rule == "normalised per microbatch":
+        if rule == "normalised early":
             compare(microbatch.rollouts)
         loss = policy_loss(rl.logprobs(base, microbatch), microbatch)
-        if rule == "divided per microbatch":
+        if rule == "divided early":
             loss = loss / len(microbatch.targets) / len(microbatches)
         else:
             loss = loss / microbatch.whole.tokens
@@ -245,11 +245,11 @@ def gradient(ranks, max_tokens, rule):
 
 
 placements = {
-    "1 rank, up to 2048 tokens": (1, 2048),
-    "2 ranks, up to 512 tokens": (2, 512),
-    "8 ranks, up to 128 tokens": (8, 128),
+    "1 rank, 2048 tokens": (1, 2048),
+    "2 ranks, 512 tokens": (2, 512),
+    "8 ranks, 128 tokens": (8, 128),
 }
-RULES = ("both rules", "divided per microbatch", "normalised per microbatch")
+RULES = ("both rules", "divided early", "normalised early")
 truth = gradient(1, 2048, "both rules")
 rows = []
 for name, (ranks, max_tokens) in placements.items():
@@ -258,7 +258,7 @@ for name, (ranks, max_tokens) in placements.items():
         for rule in RULES
     ]
     rows.append([name, *(f"{error:.1e}" for error in errors)])
-print_table(["relative error of the gradient", *RULES], rows)
+print_table(["relative error", *RULES], rows)
 
 # %% [markdown]
 # The first column is rounding. The others are real errors, and they depend on the placement: two runs with different
@@ -374,7 +374,7 @@ for communication in ("collective", "on_demand"):
                 ", ".join(passes),
             ]
         )
-print_table(["", "reward", "prompts by rank", "forward passes by rank"], rows)
+print_table(["", "reward", "prompts by rank", "passes by rank"], rows)
 
 # %% [markdown]
 # The rewards are the same, so the answers are the same. The random numbers of a prompt do not depend on the rank that

@@ -130,8 +130,8 @@ for rank in (rank0, rank1):
 #
 # ## Once per step, all ranks synchronize
 #
-# Rank 0 must not run its optimizer before *all* gradients are there. So ranks synchronize once per minibatch (in the
-# code, they *meet*). Each rank says "I am done with version 1", and waits until all ranks have said so. The message
+# Rank 0 must not run its optimizer before *all* gradients are there. So ranks synchronize once per minibatch: each
+# rank says "I am done with version 1", and waits until all ranks have said so. The message
 # also carries numbers that the other ranks need, for example how many items a rank's losses are sums over.
 #
 # To synchronize, both ranks have to run, so now each gets a thread. Rank 0 comes half a second late.
@@ -193,7 +193,7 @@ except ODCError as error:
 #     accumulate   lock, add, unlock
 #
 # once per minibatch:
-#     meet         say "done with v", wait until all have said so
+#     settle       say "done with v", wait until all have said so
 #     take         take the sum out of the own accumulator, zero it
 #     step         the optimizer, on the own shard
 #     publish      write the shard, then set its version to v + 1
@@ -285,34 +285,37 @@ show(
 
 
 # %%
-def replay(times, meet):
+def replay(times, wait_always):
     """When the last rank is done.
 
     times[rank] lists how long each of the rank's pieces of work takes, equally many for
-    all ranks. meet: whether all ranks meet after every piece, or only at the end.
+    all ranks. wait_always: whether ranks wait for each other after every piece, or only at the end.
     """
     # your six lines
 
 
 # %%
 example = [[8, 1, 1], [1, 1, 8]]
-print("after every piece: ", replay(example, meet=True), "(17 is right)")
-print("once, at the end:  ", replay(example, meet=False), "(10 is right)")
+print("after every piece: ", replay(example, wait_always=True), "(17 is right)")
+print("once, at the end:  ", replay(example, wait_always=False), "(10 is right)")
 
 
 # %% The answer tags=["hide-input"]
-def answer(times, meet):
+def answer(times, wait_always):
     clocks = [0.0] * len(times)
     for pieces in zip(*times, strict=True):
         clocks = [
             clock + piece for clock, piece in zip(clocks, pieces, strict=True)
         ]
-        if meet:
+        if wait_always:
             clocks = [max(clocks)] * len(clocks)
     return max(clocks)
 
 
-if [replay(example, meet=True), replay(example, meet=False)] != [17, 10]:
+if [replay(example, wait_always=True), replay(example, wait_always=False)] != [
+    17,
+    10,
+]:
     replay = answer
     print("from here on, the answer is used")
 
@@ -330,7 +333,7 @@ def predict(shares, every_microbatch):
         pauses = PAUSES[:, mine]  # by step and microbatch
         pieces = pauses.flatten() if every_microbatch else pauses.sum(1)
         times.append(pieces.tolist())
-    return replay(times, meet=True)
+    return replay(times, wait_always=True)
 
 
 # %% Compare with the measurement tags=["hide-input"]

@@ -7,11 +7,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.colors import to_hex, to_rgba, to_rgba_array
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lightning_odc.callbacks.timeline.gantt import timelines_figure
-from lightning_odc.callbacks.timeline.palette import BLUE, GREEN, GREY, IDLE, LIGHT_BLUE, ORANGE, PURPLE, RED
+from lightning_odc.callbacks.timeline.palette import (
+    BLACK,
+    BLUE,
+    BROWN,
+    DARK,
+    GREEN,
+    GREY,
+    IDLE,
+    LIGHT_BLUE,
+    ORANGE,
+    PINK,
+    RED,
+    TEAL,
+    WHITE,
+)
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.protocol.tracing import Span
 
@@ -22,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "close_up",
+    "darken",
     "histogram_figure",
     "lengths_figure",
     "lines_figure",
@@ -31,31 +47,31 @@ __all__ = [
     "timelines_figure",
 ]
 
-_LINES = (BLUE, ORANGE, GREEN, RED, PURPLE, GREY)  # the lines of a picture, in this order
+_LINES = (BLUE, RED, GREEN, BROWN, PINK, TEAL)  # the lines of a picture, in this order
 _MARKERS = "osD^vP"
 _SHADES = (LIGHT_BLUE, BLUE)
-_WIDTH = 8.0
+_WIDTH = 5.6  # inches: letters stay readable at the width of a phone
 
 
 def lengths_figure(lengths: Sequence[int]) -> Figure:
     """How many samples are how long, and what part of the work the longest of them are."""
-    figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 3.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.hist(lengths, bins=50, color=BLUE)
     for name, value, style in (("median", np.median(lengths), "-"), ("mean", np.mean(lengths), "--")):
-        left.axvline(value, color="black", linestyle=style, linewidth=1.2, label=f"{name}: {value:,.0f}")
+        left.axvline(value, color=BLACK, linestyle=style, linewidth=1.2, label=f"{name}: {value:,.0f}")
     left.legend(frameon=False)
-    _name(left, "Most texts are short, a few are long", "tokens in a text", "texts")
+    _name(left, "Most texts are short", "tokens in a text", "texts")
     falling = np.sort(np.asarray(lengths, dtype=float))[::-1]
     part = np.arange(1, len(falling) + 1) / len(falling)
     for values, label, colour in (
-        (falling**2, "attention work (tokens squared)", ORANGE),
+        (falling**2, "tokens squared", RED),
         (falling, "tokens", BLUE),
     ):
         right.plot(100 * part, 100 * np.cumsum(values) / values.sum(), color=colour, label=label, linewidth=2)
-    right.plot([0, 100], [0, 100], color="grey", linestyle=":", label="if all were equally long")
+    right.plot([0, 100], [0, 100], color=GREY, linestyle=":", label="equal lengths")
     right.legend(frameon=False, loc="lower right")
-    _name(right, "The longest texts hold most of the work", "% of texts, the longest first", "% of the total")
+    _name(right, "A few are most of the work", "% of texts, longest first", "% of the total")
     return figure
 
 
@@ -84,10 +100,8 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "
         for piece in pieces:
             colour = IDLE if piece.idle else _SHADES[piece.microbatch % 2]
             bar = [(piece.begin, piece.end - piece.begin)]
-            axes.broken_barh(
-                bar, (piece.rank - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.6
-            )
-        axes.axvline(duration(pieces), color="black", linewidth=1.5)
+            axes.broken_barh(bar, (piece.rank - 0.4, 0.8), facecolors=colour, edgecolors=WHITE, linewidth=0.6)
+        axes.axvline(duration(pieces), color=BLACK, linewidth=1.5)
         axes.set_yticks(range(count), [f"rank {rank}" for rank in range(count)])
         axes.set_ylim(count - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
@@ -98,7 +112,7 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "
         axes.set_title(f"{title}: {summary}", loc="left", fontsize=11)
     panels[-1].set_xlim(left=0)
     panels[-1].set_xlabel(x or unit)
-    _legend(figure, "computing; the shade changes with the microbatch", "idle: waiting for others")
+    _legend(figure, {"computing, microbatch by microbatch": _SHADES, "waiting": (IDLE,)})
     return figure
 
 
@@ -117,7 +131,7 @@ def rows_figure(lengths: Sequence[int], packed: Sequence[Sequence[int]]) -> Figu
     figure = Figure(figsize=(_WIDTH, 4.6), layout="constrained")
     both = figure.subplots(2, 1, sharex=True, height_ratios=[len(lengths), 2.5 * len(packed)])
     for axes, (title, rows, widths) in zip(both, panels, strict=True):
-        axes.barh(range(len(rows)), widths, height=0.8, color=IDLE)
+        axes.barh(range(len(rows)), widths, height=0.8, color=ORANGE)
         for number, row in enumerate(rows):
             begins = np.cumsum([0, *row[:-1]])
             axes.barh(
@@ -134,21 +148,21 @@ def rows_figure(lengths: Sequence[int], packed: Sequence[Sequence[int]]) -> Figu
         axes.set_yticks([])
         axes.spines[["top", "right", "left"]].set_visible(False)
     both[-1].set_xlabel("tokens in a row")
-    _legend(figure, "texts", "padding")
+    _legend(figure, {"texts": _SHADES, "padding": (ORANGE,)})
     return figure
 
 
-def _legend(figure: Figure, shaded: str, idle: str) -> None:
-    """What the two shades of one colour mean, and what grey means."""
-    both: Any = tuple(Patch(facecolor=shade) for shade in _SHADES)
+def _legend(figure: Figure, colours: Mapping[str, Sequence[str]]) -> None:
+    """What colours mean; a text may have several, side by side."""
+    handles: Any = [tuple(Patch(facecolor=one) for one in shades) for shades in colours.values()]
     figure.legend(
-        [both, Patch(facecolor=IDLE)],
-        [shaded, idle],
+        handles,
+        [*colours],
         handler_map={tuple: _side_by_side()},
         loc="outside lower center",
         ncols=2,
         frameon=False,
-        fontsize=9,
+        fontsize=10,
     )
 
 
@@ -163,7 +177,7 @@ def close_up(timeline: Timeline, kind: str = "forward") -> Timeline:
     """The pass in which ranks waited longest, from where the first rank begins it to where the last one ends it.
 
     Args:
-        timeline: A timeline of ranks that meet in every pass, so that the n-th pass of all ranks is at the same time.
+        timeline: A timeline with a barrier in every pass, so that the n-th pass of all ranks is at the same time.
         kind: ``"forward"`` or ``"backward"``.
 
     Raises:
@@ -237,9 +251,28 @@ def lines_figure(
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-    axes.legend(frameon=False)
     _name(axes, title, x, y)
+    if len(labels) < 4:
+        axes.legend(frameon=False)
+    else:  # they would lie over the curves
+        figure.set_figheight(3.8 + 0.21 * len(labels))
+        figure.legend(loc="outside lower center", frameon=False)
     return figure
+
+
+def darken(figure: Figure) -> None:
+    """Give a figure that was drawn the colours of a dark screen."""
+    for artist in figure.findobj():
+        for name in ("facecolor", "edgecolor", "color"):
+            read, write = (getattr(artist, f"{verb}_{name}", None) for verb in ("get", "set"))
+            if read is None or write is None:
+                continue
+            colours = [
+                to_rgba(DARK.get(to_hex(colour), to_hex(colour)), colour[3])
+                for colour in to_rgba_array(read())
+            ]
+            if colours:
+                write(colours[0] if len(colours) == 1 else colours)
 
 
 def _side_by_side() -> Any:

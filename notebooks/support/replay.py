@@ -33,17 +33,17 @@ class Piece:
     idle: bool
 
 
-def replay(times: Times, meeting: SyncPoint) -> list[Piece]:
-    """Let the ranks run their microbatches and meet after every layer, every microbatch, or once at the end.
+def replay(times: Times, barrier: SyncPoint) -> list[Piece]:
+    """Let ranks run microbatches, and wait for each other at every layer, every microbatch, or once at the end.
 
     Args:
         times: Seconds, see `Times`. Except for ``"minibatch"``, all ranks have equally many microbatches.
-        meeting: Where every rank waits for all others.
+        barrier: Where every rank waits for all others.
 
     Raises:
-        ValueError: Ranks that meet in every microbatch have different numbers of them.
+        ValueError: Ranks that wait in every microbatch have different numbers of them.
     """
-    if meeting != "minibatch" and len({len(rank) for rank in times}) > 1:
+    if barrier != "minibatch" and len({len(rank) for rank in times}) > 1:
         raise ValueError(f"ranks have {[len(rank) for rank in times]} microbatches and would wait forever")
     pieces: list[Piece] = []
     clocks = [0.0] * len(times)
@@ -55,13 +55,13 @@ def replay(times: Times, meeting: SyncPoint) -> list[Piece]:
             for rank in running:
                 begin, clocks[rank] = clocks[rank], clocks[rank] + times[rank][microbatch][visit]
                 pieces.append(Piece(rank, microbatch, begin, clocks[rank], idle=False))
-            if meeting == "layer" or (meeting == "microbatch" and visit == visits - 1):
-                _meet(pieces, clocks, microbatch)
-    _meet(pieces, clocks, most - 1)
+            if barrier == "layer" or (barrier == "microbatch" and visit == visits - 1):
+                _wait_for_all(pieces, clocks, microbatch)
+    _wait_for_all(pieces, clocks, most - 1)
     return pieces
 
 
-def _meet(pieces: list[Piece], clocks: list[float], microbatch: int) -> None:
+def _wait_for_all(pieces: list[Piece], clocks: list[float], microbatch: int) -> None:
     last = max(clocks)
     for rank, clock in enumerate(clocks):
         if clock < last:

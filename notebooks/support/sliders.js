@@ -1,5 +1,5 @@
-// One minibatch on several ranks, once with a meeting after every microbatch and once with a single one at its end.
-// A test runs the arithmetic in Node and compares it with lightning_odc.lessons.replay.
+// One minibatch on several ranks, once with a barrier after every microbatch and once with a single one at its end.
+// A test runs the arithmetic in Node and compares it with notebooks.support.replay.
 (() => {
   const COLOURS = PALETTE;
   const MICROBATCHES = 4;
@@ -29,10 +29,10 @@
   }
 
   // What every rank does when. A microbatch takes as long as its sample; moving bytes takes no time.
-  function replay(times, meetAlways) {
+  function replay(times, waitAlways) {
     const pieces = [];
     const clocks = times.map(() => 0);
-    const meet = () => {
+    const waitForAll = () => {
       const last = Math.max(...clocks);
       clocks.forEach((clock, rank) => {
         if (clock < last) pieces.push({ rank, begin: clock, end: last, idle: true });
@@ -45,9 +45,9 @@
         clocks[rank] += row[microbatch];
         pieces.push({ rank, microbatch, begin, end: clocks[rank], idle: false });
       });
-      if (meetAlways) meet();
+      if (waitAlways) waitForAll();
     }
-    meet();
+    waitForAll();
     return pieces;
   }
 
@@ -84,11 +84,11 @@
     for (const { rank, microbatch, begin, end, idle } of pieces) {
       add(svg, "rect", {
         x: x(begin), y: rank * row, width: x(end) - x(begin), height: row - Math.min(3, row / 5),
-        fill: idle ? COLOURS.idle : COLOURS.shades[microbatch % 2], stroke: "white", "stroke-width": 0.6,
+        style: `fill:var(${idle ? "--idle" : ["--even", "--odd"][microbatch % 2]});stroke:var(--paper);stroke-width:0.6`,
       });
     }
     const end = x(Math.max(...pieces.map((piece) => piece.end)));
-    add(svg, "line", { x1: end, x2: end, y1: 0, y2: HEIGHT, stroke: "black", "stroke-width": 2 });
+    add(svg, "line", { x1: end, x2: end, y1: 0, y2: HEIGHT, style: "stroke:var(--ink);stroke-width:2" });
   }
 
   function slider(parent, text, attributes) {
@@ -100,8 +100,9 @@
 
   function mount(figure) {
     figure.replaceChildren();
+    add(figure, "style", {}, COLOURS);
     figure.style.cssText =
-      "background:white;color:#1f2328;color-scheme:light;padding:0.8em;border-radius:4px;max-width:720px";
+      "background:var(--paper);color:var(--ink);color-scheme:var(--scheme);padding:0.8em;border-radius:4px;max-width:720px";
     const skew = slider(figure, "skew of the lengths (sigma)", { min: 0, max: 1.6, step: 0.1, value: 0.9 });
     const count = slider(figure, "ranks", { min: 2, max: 16, step: 1, value: 4 });
     const ways = ["Collectives: synchronize at every layer", "On demand: synchronize once"].map((title) => ({
@@ -115,7 +116,7 @@
       skew.value.textContent = sigma.toFixed(1);
       count.value.textContent = ranks;
       const times = lengths(sigma, ranks);
-      const runs = [true, false].map((meetAlways) => replay(times, meetAlways));
+      const runs = [true, false].map((waitAlways) => replay(times, waitAlways));
       const results = runs.map((pieces) => totals(pieces, ranks));
       ways.forEach(({ title, head, svg }, way) => {
         const { time, idle, fraction } = results[way];
@@ -125,7 +126,7 @@
         draw(svg, runs[way], ranks, results[0].time);
       });
       const faster = (results[0].time / results[1].time).toFixed(2);
-      summary.textContent = `Meeting once is ${faster} times as fast. Perfectly level work would take ${MICROBATCHES}.0.`;
+      summary.textContent = `With one barrier it is ${faster} times as fast. Perfectly level work would take ${MICROBATCHES}.0.`;
     };
     for (const { input } of [skew, count]) input.addEventListener("input", update);
     update();

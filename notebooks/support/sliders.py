@@ -8,14 +8,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lightning_odc.callbacks.timeline.palette import BLUE, IDLE, LIGHT_BLUE
+from lightning_odc.callbacks.timeline.palette import BLACK, BLUE, DARK, IDLE, LIGHT_BLUE, WHITE
 
 _SOURCE = Path(__file__).with_suffix(".js")
+_DARK_PAGE = "[data-md-color-scheme=slate] "
+"""How the documentation marks a dark screen. Elsewhere the figure is light."""
 
 
 def script() -> str:
-    """The JavaScript, in the colours of all pictures."""
-    return _SOURCE.read_text().replace("PALETTE", json.dumps({"idle": IDLE, "shades": [LIGHT_BLUE, BLUE]}))
+    """The JavaScript, in the colours of all pictures, light and dark."""
+    light = {"idle": IDLE, "even": LIGHT_BLUE, "odd": BLUE, "paper": WHITE, "ink": BLACK}
+    dark = {name: DARK.get(colour, colour) for name, colour in light.items()}
+    rules = ""
+    for page, colours in (("", light | {"scheme": "light"}), (_DARK_PAGE, dark | {"scheme": "dark"})):
+        values = ";".join(f"--{name}:{colour}" for name, colour in colours.items())
+        rules += f"{page}.odc-sliders{{{values}}}"
+    return _SOURCE.read_text().replace("PALETTE", json.dumps(rules))
 
 
 def page(description: str) -> str:

@@ -323,6 +323,11 @@ def test_pictures_have_a_row_per_rank_on_one_time_axis(tmp_path):
         texts = [text.get_text() for text in axes.texts]
         assert set(texts) == {"idle 67%", "idle 33%", "idle 0%"}
     [legend] = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["forward", "read", "idle: waiting for others"]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "forward",
+        "read",
+        "idle: waiting",
+        "minibatch ends",
+    ]
     draw_timelines({"one": scripted(1)}, tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")

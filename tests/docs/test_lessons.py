@@ -1,5 +1,6 @@
 """What the notebooks use besides the package does what they say it does."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -7,8 +8,10 @@ import subprocess
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.colors import to_hex
 
-from notebooks.support import sliders
+from lightning_odc.callbacks.timeline.palette import BLACK, DARK, IDLE, ORANGE, WHITE
+from notebooks.support import pictures, sliders
 from notebooks.support.dealing import deal_minibatches
 from notebooks.support.interleavings import PROTOCOL, WITH_LOCKS, explore, microbatches, swapped, without
 from notebooks.support.replay import duration, idle_fraction, layered, replay
@@ -19,7 +22,7 @@ COUNTS_DIFFER = [[[1.0]], [[1.0], [1.0], [1.0]]]
 
 
 def test_a_replay_takes_what_the_formulas_say():
-    for times, meeting, seconds in (
+    for times, barrier, seconds in (
         (TIMES, "layer", 8 + 1 + 8),
         (TIMES, "microbatch", 8 + 1 + 8),
         (TIMES, "minibatch", 10),
@@ -27,12 +30,33 @@ def test_a_replay_takes_what_the_formulas_say():
         (LAYERS_DIFFER, "microbatch", 4),
         (COUNTS_DIFFER, "minibatch", 3),
     ):
-        pieces = replay(times, meeting)
+        pieces = replay(times, barrier)
         busy = sum(layer for rank in times for microbatch in rank for layer in microbatch)
         assert duration(pieces) == pytest.approx(seconds)
         assert idle_fraction(pieces) == pytest.approx(1 - busy / (2 * seconds))
     with pytest.raises(ValueError, match="wait forever"):
         replay(COUNTS_DIFFER, "layer")
+
+
+def test_a_picture_has_a_dark_twin_in_the_same_roles():
+    figure = pictures.rows_figure([3, 2, 3], [[3, 2], [3]])
+    figure.savefig(io.BytesIO(), format="png")
+
+    def colours():
+        [axes, _] = figure.axes
+        bars = {to_hex(bar.get_facecolor()) for bar in axes.patches}
+        ink = to_hex(axes.get_yaxis().label.get_color())
+        return to_hex(figure.get_facecolor()), ink, bars
+
+    paper, ink, light = colours()
+    assert (paper, ink) == (WHITE, BLACK)
+    assert ORANGE in light, "padding"
+    assert IDLE not in light, "grey is waiting, never padding"
+    pictures.darken(figure)
+    paper, ink, dark = colours()
+    assert (paper, ink) == (DARK[WHITE], DARK[BLACK])
+    expected = {DARK.get(colour, colour) for colour in light}
+    assert dark == expected
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no Node here to run the JavaScript of the sliders")
@@ -52,8 +76,8 @@ def test_the_sliders_compute_what_the_replay_computes(tmp_path):
         assert [len(rank) for rank in found["times"]] == [4] * ranks
         assert sum(lengths) / len(lengths) == pytest.approx(1)
         assert (max(lengths) - min(lengths) > 1) == (sigma > 0)
-        for run, meeting in zip(found["runs"], ("layer", "minibatch"), strict=True):
-            pieces = replay(layered(found["times"], layers=4), meeting)
+        for run, barrier in zip(found["runs"], ("layer", "minibatch"), strict=True):
+            pieces = replay(layered(found["times"], layers=4), barrier)
             waiting = sum(piece.end - piece.begin for piece in pieces if piece.idle) / ranks
             assert run["time"] == pytest.approx(duration(pieces))
             assert run["idle"] == pytest.approx(waiting, abs=1e-9)

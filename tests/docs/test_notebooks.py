@@ -116,12 +116,12 @@ def test_the_answer_is_the_replay_of_the_first_lesson_and_gives_way_to_the_reade
         exec(cell.source, names)
     assert names["replay"] is names["answer"], "the stub is not an answer"
     times = [[1.0, 5.0, 2.0], [3.0, 1.0, 4.0], [2.0, 2.0, 2.0]]
-    for meet, meeting in ((True, "microbatch"), (False, "minibatch")):
-        pieces = replay(layered(times, layers=1, passes=1), meeting)
-        assert names["replay"](times, meet) == pytest.approx(duration(pieces))
+    for wait_always, barrier in ((True, "microbatch"), (False, "minibatch")):
+        pieces = replay(layered(times, layers=1, passes=1), barrier)
+        assert names["replay"](times, wait_always) == pytest.approx(duration(pieces))
 
-    def readers(times, meet):
-        return names["answer"](times, meet)
+    def readers(times, wait_always):
+        return names["answer"](times, wait_always)
 
     names["replay"] = readers
     exec(cells[place].source, names)
@@ -156,8 +156,10 @@ def test_the_page_shows_everything_and_asks_nobody(name):
     page, pictures = pages.render(name, copy.deepcopy(notebook))
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     for file in pictures:
-        assert re.search(rf"!\[[^\]]{{40,}}\]\({re.escape(file)}\)", page), f"{file} is not described"
-    assert len(pictures) == sum("image/png" in output.get("data", {}) for output in outputs)
+        kind = "dark" if file.endswith("-dark.png") else "light"
+        shown = rf"!\[[^\]]{{40,}}\]\({re.escape(file)}#only-{kind}\)"
+        assert re.search(shown, page), f"{file} is not described"
+    assert len(pictures) == 2 * sum("image/png" in output.get("data", {}) for output in outputs)
     for output in outputs:
         assert output.get("text", "").rstrip() in page
     folded = [cell for cell in notebook.cells if "tags" in cell.metadata]

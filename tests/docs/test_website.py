@@ -254,6 +254,16 @@ def test_the_results_page_says_what_the_pictures_show(drawn: dict[str, str]) -> 
     assert not sorted(number for number in numbers if number not in shown)
 
 
+def test_a_page_with_tables_of_figures_says_when_they_were_measured() -> None:
+    """By the commit and the date; each table that a benchmark writes has a line of its own."""
+    pages = {page: page.read_text() for page in PAGES if "<!-- table: " in page.read_text()}
+    assert len(pages) > 10
+    said = {
+        page: re.findall(r"easured at `[0-9a-f]{8}`, 20\d\d-\d\d-\d\d", text) for page, text in pages.items()
+    }
+    assert not [page for page, text in pages.items() if len(said[page]) < text.count("<!-- table: ")]
+
+
 def test_a_page_shows_both_twins_and_keeps_their_place() -> None:
     page = in_both_colours("See ![six samples](pictures/padding-light.svg), and ![b](b.svg).", DOCS)
     width, height = re.findall(r'(?:width|height)="(\d+)"', (FOLDER / "padding-light.svg").read_text())[:2]

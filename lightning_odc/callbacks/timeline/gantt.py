@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.files import write_whole
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -26,25 +28,26 @@ WORK = {
 }
 """Colours of the upper lane of a row, where a rank computes. Later ones lie over earlier ones."""
 COMMUNICATION = {
-    "read": palette.ORANGE,
-    "add": palette.RED,
-    "all_gather": palette.ORANGE,
-    "reduce_scatter": palette.RED,
-    "all_reduce": palette.RED,
-    "exchange": palette.PURPLE,
-    "settle": palette.PURPLE,
-    "publish": palette.LIGHT_PURPLE,
+    "read": palette.LIGHT_PURPLE,
+    "add": palette.PURPLE,
+    "all_gather": palette.LIGHT_PURPLE,
+    "reduce_scatter": palette.PURPLE,
+    "all_reduce": palette.PURPLE,
+    "exchange": palette.DEEP_PURPLE,
+    "settle": palette.DEEP_PURPLE,
+    "publish": palette.DEEP_PURPLE,
 }
 """Colours of the lower lane, where a rank moves bytes."""
-_LABELS = {"data": "between batches", "wait": "idle: waiting for others"}
+_LABELS = {"data": "between batches", "wait": "idle: waiting"}
 
-_WIDTH = 8.0  # inches: letters stay readable at the width of a page
-_DPI = 160
+_WIDTH = 5.6  # inches: letters stay readable at the width of a phone
+_DPI = 200
 # Offset from a row's middle, and height:
 _UPPER = (-0.40, 0.54)
 _LOWER = (0.16, 0.24)
 _ROW = (-0.40, 0.80)
-_LEGEND_COLUMNS = 4
+_LEGEND_COLUMNS = 3
+_LEAST_SHARE = 0.005  # of all spans' time, below which a colour is not in the legend
 _LEAST_GAP = 1.5  # pixels below which neighbouring bars get no gap
 
 
@@ -97,18 +100,18 @@ def _draw_panel(axes: Axes, title: str, timeline: Timeline, pixels: float) -> No
                 textcoords="offset points",
                 va="center",
                 fontsize=9,
-                color="#404040",
+                color=palette.GREY,
                 annotation_clip=False,
             )
     idle = "waiting is not seen"
     if timeline.waiting_seen:
         idle = f"idle {timeline.idle_fraction:.0%}"
-    axes.set_title(f"{title}: {timeline.seconds:.2f} s, {idle}", loc="left", fontsize=11, pad=16)
+    axes.set_title(f"{title}: {timeline.seconds:.2f} s, {idle}", loc="left", fontsize=11, pad=8)
     names = [f"rank {rank.rank}" for rank in timeline.ranks]
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelbottom=True, labelsize=8)
+    axes.tick_params(axis="x", labelbottom=True, labelsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
@@ -125,7 +128,7 @@ def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: fl
                 # A white edge parts neighbours; an edge of its own colour keeps a thin bar visible.
                 edge = colour
                 if width * pixels > _LEAST_GAP:
-                    edge = "white"
+                    edge = palette.WHITE
                 edges.append(edge)
             if bars:
                 place = (row + offset, height)
@@ -134,27 +137,39 @@ def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: fl
     for span in rank.of("minibatch"):
         limits |= {span.begin, span.end}
     seconds = [(limit - origin) / 1e9 for limit in sorted(limits)]
-    axes.vlines(seconds, row - 0.45, row + 0.45, "black", linewidth=0.9, zorder=3)
+    axes.vlines(seconds, row - 0.45, row + 0.45, palette.BLACK, linewidth=0.9, zorder=3)
 
 
 def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    found = set()
+    spent: Counter[str] = Counter()  # nanoseconds by kind, then by colour
     for timeline in timelines:
         for rank in timeline.ranks:
-            found |= {span.kind for span in rank.spans}
+            for span in rank.spans:
+                spent[span.kind] += span.end - span.begin
+    least = _LEAST_SHARE * spent.total()
     labels: dict[str, list[str]] = {}  # kinds that do the same job share a colour
     for kind, colour in {**WORK, **COMMUNICATION, "wait": palette.IDLE}.items():
-        if kind in found:
+        if spent[kind]:
             label = _LABELS.get(kind, kind.replace("_", "-"))
             labels.setdefault(colour, []).append(label)
+            spent[colour] += spent[kind]
+    handles: list[Artist] = []
+    for colour, names in labels.items():
+        if spent[colour] > least:
+            handle = Patch(facecolor=colour, label=" / ".join(names))
+            handles.append(handle)
+    if spent["minibatch"]:
+        line = Line2D([], [], color=palette.BLACK, marker="|", linestyle="", label="minibatch ends")
+        handles.append(line)
     figure.legend(
-        handles=[Patch(facecolor=colour, label=" / ".join(names)) for colour, names in labels.items()],
+        handles=handles,
         loc="outside lower center",
-        ncols=min(len(labels), _LEGEND_COLUMNS),
+        ncols=min(len(handles), _LEGEND_COLUMNS),
         frameon=False,
-        fontsize=9,
+        fontsize=10,
         handlelength=1.4,
-        columnspacing=1.6,
+        columnspacing=1.3,
     )
