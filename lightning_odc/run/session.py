@@ -97,7 +97,7 @@ class Session:
         self.decision: Decision = AS_WRITTEN
         self.audit: Audit | None = None
         self.loader: BalancedDataLoader | None = None
-        self._gains = True  # whether cutting the batches of the loader does
+        self._is_worth_cutting = True  # whether batches of the loader are
         self._has_announced = False
         self._has_measured = False
         self._epoch: tuple[float, float] | None = None  # when it began, and the seconds of waits until then
@@ -150,7 +150,7 @@ class Session:
         if not loader.is_stream:  # streams are compared as they are read
             data = f"{len(loader.lengths)} samples with lengths {loader.lengths.digest} ({loader.lengths.sketch})"
             compare(host.engine, f"{data}; the collate_fn {loader.collation}")
-        self._gains = self._gains_by_cutting(loader)
+        self._is_worth_cutting = self._gains_by_cutting(loader)
         if self.life is Life.NOT_ASKED and host.tries and loader.options.weighting == "auto":
             self.life = Life.UNTRIED
 
@@ -180,7 +180,7 @@ class Session:
         if is_last_chance or not verdict.has_failed:
             self.life = Life.WHOLE
             # Where cutting them would gain nothing, nothing is lost.
-            tell = self.host.warn if self._gains else self.host.say
+            tell = self.host.warn if self._is_worth_cutting else self.host.say
             tell(self._why_whole(loader, whole))
 
     def _hand_on(self, loader: BalancedDataLoader) -> None:
@@ -189,7 +189,7 @@ class Session:
         if isinstance(decision, Whole):
             if not loader.options.are_of_batches:
                 decision = AS_WRITTEN  # there is nothing that could be left as it is
-        elif not self._gains:
+        elif not self._is_worth_cutting:
             decision = Whole(self.host.levels_whole, decision.rule)
         loader.follow(decision)
 
