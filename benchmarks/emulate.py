@@ -211,7 +211,7 @@ class KnownCost(Callback):
         loader: Any = trainer.train_dataloader
         strategy: Any = trainer.strategy
         measured = strategy.communication != "collective"
-        loader.adapt(replace(loader.info, prior=self._cost, measured=measured))
+        loader.join(replace(loader.run, prior=self._cost, measured=measured))
 
 
 class EmulatedOutcome(Outcome):

@@ -19,12 +19,12 @@ from benchmarks.command import OptionError
 from benchmarks.harness.lengths import TokenSamples, find_samples
 from benchmarks.harness.models import count_parameters, find_config
 from benchmarks.harness.options import AUTO, PAPERS_OWN, SHUFFLED, Combination, TrainOptions
-from lightning_odc.balance.arrays import Ints, Plan
+from lightning_odc.balance.arrays import Plan
 from lightning_odc.balance.costs import Cost, resolve_cost
 from lightning_odc.balance.planner import Planner, Policy, plan_minibatch
 from lightning_odc.balance.transformer import transformer
 from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, RunInfo
+from lightning_odc.data.plan import BatchOptions
 from lightning_odc.samples.packing import pack_samples
 from notebooks.support.models import BenchModule, CausalModel
 
@@ -144,10 +144,8 @@ class ComparedOptions(BatchOptions):
 
     compared: str = "lb_mini"  # a policy of `benchmarks.harness.options.POLICIES`
 
-    def planner(
-        self, num_replicas: int, lengths: Ints | None = None, info: RunInfo = NOTHING_KNOWN
-    ) -> Planner:
-        planner = super().planner(num_replicas, lengths, info)
+    def planner(self, *known: Any, **facts: Any) -> Planner:
+        planner = super().planner(*known, **facts)
         planner_class = {SHUFFLED: ShuffledPlanner, PAPERS_OWN: PapersPlanner}.get(self.compared, Planner)
         arguments = {one.name: getattr(planner, one.name) for one in fields(Planner) if one.init}
         return planner_class(**arguments)

@@ -18,15 +18,16 @@ def brief(loader: BalancedDataLoader, model: ModelCost, rule: Rule | None, commu
     step = f"{how_many(options.minibatch_size, 'samples')} per rank"
     if options.batches > 1:
         step += f" ({options.batches} accumulated batches of {options.samples_per_batch})"
-    if loader.info.whole:
+    recipe = loader.recipe
+    if recipe.is_whole:
         plan = "your batches are left as they are"
-        if options.batches > 1 and loader.info.whole == "movable":
+        if options.batches > 1 and not recipe.is_fixed:
             plan += "; ranks exchange some of them, to have equal work"
         expected = "Expected: the padding of your batches, and fewer waits; DeviceIdleMonitor measures them."
     else:
         if loader.max_tokens is not None and (loader.is_stream or loader.lengths.are_complete):
             step += f"; at most {loader.max_tokens:,} tokens in a microbatch"
-        plan = f'policy "{loader.recipe.policy}"; {_cost(options, loader.learns)}'
+        plan = f'policy "{recipe.policy}"; {_cost(options, loader.learns)}'
         gain = loader.planned_gain()
         expected = "Expected: not known before the stream is read; DeviceIdleMonitor measures it."
         if gain is not None:

@@ -30,10 +30,19 @@ from lightning_odc.balance.arrays import Cap, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.planner import Policy
 from lightning_odc.data.arguments import check_stream, check_world
+from lightning_odc.data.decision import AS_WRITTEN, Decision, Phase
 from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.map_schedule import MapSchedule
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.plan import BatchOptions, MinibatchPlan, Recipe, RunInfo, Weighting, World
+from lightning_odc.data.plan import (
+    NOTHING_KNOWN,
+    BatchOptions,
+    MinibatchPlan,
+    Recipe,
+    RunFacts,
+    Weighting,
+    World,
+)
 from lightning_odc.data.position import Position, Progress
 from lightning_odc.data.ran import Ran, ran_of, warn_of_others
 from lightning_odc.data.reader import (
@@ -98,6 +107,11 @@ class BalancedDataLoader:
     Attributes:
         dataset: The data set.
         yields_minibatches: Whether it yields `Minibatch`es, and not the batches of another loader.
+        phase: What it has to do with a fit.
+        decision: What the latest fit has decided.
+        run: What is known of that fit.
+        minibatches_per_step: The number of minibatches that share an optimizer step.
+        world: The number of ranks that share the data, and this one; ``None``: as the process group says.
         progress: How far it is; ``ODCStrategy`` says what is done.
 
     Raises:
@@ -146,7 +160,11 @@ class BalancedDataLoader:
             window=1 if window is None else window,
             regroup=regroup,
         )
-        self.info = RunInfo()
+        self.phase = Phase.ALONE
+        self.decision: Decision = AS_WRITTEN
+        self.run = NOTHING_KNOWN
+        self.minibatches_per_step = 1
+        self.world = num_replicas, rank
         self.is_stream = is_stream(dataset)
         self.yields_minibatches = True
         self.worker_init_fn = workers.pop("worker_init_fn", None)  # Lightning may put one here
@@ -156,7 +174,6 @@ class BalancedDataLoader:
         self._length_fn = length_fn
         self._unpacked = collate_fn or default_collate
         self._probes: dict[bool, Probe] = {}  # of batches that are packed, and of others
-        self._world = num_replicas, rank
         self._workers = workers
         self.progress = Progress()
         self._schedule: Schedule | None = None
@@ -164,7 +181,7 @@ class BalancedDataLoader:
         self._iterator: Iterator[Minibatch] | None = None
         self._instead: Any = None  # another loader, whose batches are yielded
         self._has_warned = False  # of microbatches that hold other numbers of samples than planned
-        self._before_pass: Callable[[], None] | None = None  # what a strategy then finds out
+        self._decide: Callable[[], None] | None = None  # while it waits
         #: How ranks share what they read, if they do; see Note [Read first, planned then].
         self.sharing: Sharing | None = None
         check_world(num_replicas, rank)
@@ -185,19 +202,42 @@ class BalancedDataLoader:
         made.options = replace(made.options, batch_size=batch_size)
         return made
 
-    # -- what a strategy finds out ------------------------------------------------------------------------
+    # -- what a fit finds out and decides ----------------------------------------------------------------
 
-    def adapt(self, info: RunInfo, before_pass: Callable[[], None] | None = None) -> None:
-        """Take over what is known, between two steps, on all ranks. ``before_pass`` finds out more before a pass."""
-        self._before_pass = before_pass
-        self.progress.listen(info.hears)
-        has_fallen = self._schedule is not None and self._schedule.learning.ran_out > 0
-        is_of_another_fit = info.fit_begins and has_fallen
-        if info != self.info or is_of_another_fit or self._resumed:
-            if self._schedule is not None and self._iterator is not None and not info.fit_begins:  # in a pass
-                self._resumed = self._schedule.learning.state_dict()
+    def wait_for(self, decide: Callable[[], None]) -> None:
+        """Let a fit decide: it is asked before the next pass. It tells `progress` what is done from now on."""
+        if self.phase is Phase.ALONE:  # the fit before may have been of another model
+            self.decision = AS_WRITTEN
+            self.run = NOTHING_KNOWN
             self._schedule = None
-        self.info = replace(info, fit_begins=False)
+        self.phase = Phase.WAITS
+        self._decide = decide
+        self.progress.listen(True)
+
+    def join(self, run: RunFacts) -> None:
+        """Plan for a run of which this is known, on all ranks."""
+        if run != self.run:
+            self._schedule = None
+        self.run = run
+
+    def follow(self, decision: Decision) -> None:
+        """Plan as it was decided from the next step on, on all ranks. In the same fit, caps that fell stay."""
+        changes = decision != self.decision
+        if changes and self._schedule is not None and self.phase is Phase.FOLLOWS:
+            self._resumed = self._schedule.learning.state_dict()
+        if changes or self._resumed:  # the next schedule takes it up
+            self._schedule = None
+        self.decision = decision
+        self.phase = Phase.FOLLOWS
+        self._decide = None
+
+    def release(self) -> None:
+        """The fit is over. Idempotent."""
+        self.phase = Phase.ALONE
+        self._decide = None
+        self.progress.listen(False)
+        if self._resumed:  # as above
+            self._schedule = None
 
     def planned_gain(self) -> Gain | None:
         """What plans gain over batches as they come; ``None`` for a stream."""
@@ -221,7 +261,7 @@ class BalancedDataLoader:
         Of a stream, the samples are those of the first minibatches; one that can be read only once is refused.
         """
         if not self.is_stream:
-            return self._probe(self._packs, with_samples=True)
+            return self._probe(self.packs, with_samples=True)
         dataset = with_own_rng(self.dataset)
         with isolated_rng():
             seed_rng(self.options.seed)
@@ -238,7 +278,7 @@ class BalancedDataLoader:
     @property
     def recipe(self) -> Recipe:
         """How samples become minibatches: the options, and what was decided."""
-        return Recipe(self.options, self.info)
+        return Recipe(self.options, self.decision, self.run)
 
     @property
     def learns(self) -> bool:
@@ -258,20 +298,19 @@ class BalancedDataLoader:
     @property
     def collate(self) -> Collate:
         """What makes a microbatch of samples."""
-        return self._collate_fn(self._packs)
+        return self._collate_fn(self.packs)
 
     @property
     def collation(self) -> Collation | None:
         """What `collate` was found to make of a microbatch; ``None``: not known, and taken for packing."""
         if self.is_stream:
             return None
-        return self._find_collation(self._packs)
+        return self._find_collation(self.packs)
 
     @property
-    def _packs(self) -> bool:
-        if self.info.packs is None:
-            return self.packing
-        return self.info.packs
+    def packs(self) -> bool:
+        """Whether samples are packed."""
+        return self.packing and not self.recipe.is_whole
 
     def _collate_fn(self, packs: bool) -> Collate:
         return PackingCollator(self._unpacked) if packs else self._unpacked
@@ -334,8 +373,9 @@ class BalancedDataLoader:
         if self._instead is not None:
             yield from self._instead
             return
-        if self._before_pass is not None:
-            self._before_pass()  # adapts it
+        if self.phase is Phase.WAITS:
+            assert self._decide is not None
+            self._decide()
         schedule = self._prepare()
         position = self.progress.begin(schedule.order, length_hint(schedule))
         epoch = position.epoch
@@ -353,7 +393,7 @@ class BalancedDataLoader:
         ahead = 1
         if not self.is_stream:
             ahead = self._workers.get("num_workers", 0) * (self._workers.get("prefetch_factor") or 2)
-        per_step = self.info.minibatches_per_step
+        per_step = self.minibatches_per_step
         schedule.learning.lag = per_step + ahead
         options = WorkerOptions(worker_init_fn=self.worker_init_fn, **self._workers)
         alive = self._iterator is not None  # Lightning stops kept workers by the iterator, and takes it away
@@ -381,30 +421,28 @@ class BalancedDataLoader:
 
     def _prepare(self) -> Schedule:
         """The schedule for what is known, and the ranks there are now. It holds what was learnt, too, so it stays."""
-        world = current_world(*(self.info.world or self._world))
+        world = current_world(*self.world)
         if self._schedule is None or self._schedule.world != world:
             self._schedule = self._new_schedule(world)
-            if self._before_pass is None:  # else what was learnt is compared when all is decided
+            if self.phase is not Phase.WAITS:  # else what was learnt is compared when all is decided
                 self._schedule.learning.load_state_dict(self._resumed)
         return self._schedule
 
     def _new_schedule(self, world: World) -> Schedule:
-        info = self.info
+        recipe = self.recipe
         if self.is_stream:
-            # A worker that plans is not told how long microbatches took.
-            info = replace(info, measured=info.measured and not self._workers.get("num_workers"))
-            recipe = Recipe(self.options, info)
+            if self._workers.get("num_workers"):  # a worker that plans is not told how long microbatches took
+                recipe = replace(recipe, run=replace(self.run, measured=False))
             return StreamSchedule(self.dataset, self.collate, self._length_fn, recipe, world)
-        info = replace(info, collation=self.collation or PACKED)
+        recipe = replace(recipe, collation=self.collation or PACKED)
         measured = None
         if self.lengths.is_checked or not self.lengths.are_complete:
             measured = self.lengths
         reader = SampleReader(self.dataset, self.collate, self.options.seed, measured)
-        recipe = Recipe(self.options, info)
         ran = Ran()
         if not recipe.counts_alike:
             with suppress(Exception):  # as above
-                ran = ran_of(self._probe(self._packs))
+                ran = ran_of(self._probe(self.packs))
         return MapSchedule(reader, ran, self.lengths, recipe, world, self.sharing or ALONE)
 
     def find_place(self) -> Position:

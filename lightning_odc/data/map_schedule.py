@@ -43,7 +43,7 @@ class MapSchedule:
         options = recipe.options
         self.epochs = EpochPlan(lengths, recipe, num_replicas)
         cap = None
-        if not recipe.info.repeats:
+        if not recipe.run.repeats:
             cap = self.epochs.planner.max_tokens
             if options.max_tokens is None and not lengths.are_complete:
                 cap = NO_CAP  # that of each minibatch

@@ -1,8 +1,8 @@
 """Plans which samples make up a minibatch, and on which rank.
 
-`BatchOptions` are what the user chose, and a `RunInfo` is what was found out and decided. Both together are a `Recipe`.
-By it, an `EpochPlan` cuts the epochs of a map-style data set into minibatches, and plans one when it is asked for. A
-`MinibatchPlan` says what ranks do.
+`BatchOptions` are what the user chose, a `Decision` is what was decided, and `RunFacts` are what is known of the run.
+Together they are a `Recipe`. By it, an `EpochPlan` cuts the epochs of a map-style data set into minibatches, and plans
+one when it is asked for. A `MinibatchPlan` says what ranks do.
 
 Note [Ranks take turns]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -47,6 +47,7 @@ from lightning_odc.balance.costs import SpeedCost
 from lightning_odc.balance.evaluate import relative_costs
 from lightning_odc.balance.learnt import MeasuredCost
 from lightning_odc.balance.search import longest_first
+from lightning_odc.data.decision import AS_WRITTEN, Decision, Whole
 from lightning_odc.data.minibatch import LoaderFacts, Minibatch, Task
 from lightning_odc.samples.lengths import Lengths
 from lightning_odc.samples.weighting import LabelCounter, planned_counts
@@ -56,36 +57,18 @@ Weighting = Literal["auto", "label", "token", "next_token", "sample", "sum"]
 
 World = tuple[int, int]
 """The number of ranks that share a minibatch, and this rank."""
-Whole = Literal["", "movable", "fixed"]
-"""Whether the batches of the user's own loader are left as they are: they may move from rank to rank, or are fixed."""
 
 
 @dataclass(frozen=True)
-class RunInfo:
-    """What was found out and decided about a run, besides lengths; but for the own rank the same on all ranks."""
+class RunFacts:
+    """What is known of the run that trains on a loader; the same on all ranks."""
 
     prior: Cost | None = None  # what `cost="auto"` begins with, if the model tells
     measured: bool = True  # whether who runs microbatches may measure how long they take
     # whether runs must be bit-equal, so that caps stay when a microbatch has run out of memory
     repeats: bool = False
-    # the number of minibatches that share an optimizer step
-    minibatches_per_step: int = field(default=1, compare=False)
-    # whether a fit begins: it may be of another model, of whose memory nothing is known
-    fit_begins: bool = field(default=False, compare=False)
-    # whether who trains says when a batch begins and when an optimizer has stepped, see Note [Done with its step]
-    hears: bool = field(default=False, compare=False)
-    # what the `collate_fn` makes of the samples of a microbatch; found by the loader
-    collation: Collation = PACKED
-    # who shares the data: groups of ranks, of which this rank is in one. `None`: as the loader was given
-    world: World | None = None
-    meets: bool = (
-        False  # whether ranks wait for each other in every microbatch, so that all need equally many
-    )
-    packs: bool | None = None  # whether samples are packed. `None`: as the user wrote
-    # what a trial of the loss has found, see Note [The loss is tested]. `None`: as the user wrote
-    weighting: Weighting | None = None
-    counter: LabelCounter | None = None  # what is counted in microbatches instead of planned weights
-    whole: Whole = ""
+    # whether ranks wait for each other in every microbatch, so that all need equally many
+    meets: bool = False
 
     @property
     def first_cost(self) -> Cost:
@@ -95,7 +78,7 @@ class RunInfo:
         return self.prior
 
 
-NOTHING_KNOWN = RunInfo()
+NOTHING_KNOWN = RunFacts()
 
 
 @dataclass(frozen=True)
@@ -127,6 +110,11 @@ class BatchOptions:
     def is_auto(self) -> bool:
         """Whether the cost is what the model says, until measured times refute it."""
         return self.cost == "auto"
+
+    @property
+    def are_of_batches(self) -> bool:
+        """Whether minibatches are made of the batches of a loader of the user's own."""
+        return self.batch_size is not None
 
     @property
     def batches(self) -> int:
@@ -167,16 +155,20 @@ class BatchOptions:
         return regroup(quadratic().samples(floats(lengths)), num_replicas, size)
 
     def planner(
-        self, num_replicas: int, lengths: Ints | None = None, info: RunInfo = NOTHING_KNOWN
+        self,
+        num_replicas: int,
+        lengths: Ints | None = None,
+        run: RunFacts = NOTHING_KNOWN,
+        collation: Collation = PACKED,
     ) -> Planner:
         """What plans minibatches for so many ranks; ``lengths`` are those of the samples in the order they come."""
         cap = self.max_tokens
         if cap is None and lengths is not None:
-            cap = self._largest_batch(lengths, num_replicas, info.collation)
+            cap = self._largest_batch(lengths, num_replicas, collation)
         cost = self.cost
         if self.is_auto:  # what times show is given to each plan: see Note [Plans of what all ranks know]
-            cost = info.first_cost
-        return Planner(num_replicas, cap, self.policy, cost, collation=info.collation)
+            cost = run.first_cost
+        return Planner(num_replicas, cap, self.policy, cost, collation=collation)
 
     def _largest_batch(self, lengths: Ints, num_replicas: int, collation: Collation) -> int:
         """The most tokens in a batch of the user's own loader, which fits."""
@@ -193,24 +185,42 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How samples become minibatches: what the user wrote, and what was decided."""
+    """How samples become minibatches: what the user wrote, what was decided, and what is known."""
 
     options: BatchOptions
-    info: RunInfo = NOTHING_KNOWN
+    decision: Decision = AS_WRITTEN
+    run: RunFacts = NOTHING_KNOWN
+    collation: Collation = PACKED  # what the `collate_fn` makes of the samples of a microbatch
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the batches of the user's own loader are left as they are."""
+        return isinstance(self.decision, Whole)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether they stay on their ranks, too."""
+        decision = self.decision
+        return isinstance(decision, Whole) and (self.run.meets or not decision.is_movable)
 
     @property
     def policy(self) -> Policy:
         """The policy: for collectives, where all ranks need equally many microbatches."""
-        if (self.info.whole or self.info.meets) and self.options.policy not in COLLECTIVE_SAFE:
+        if (self.is_whole or self.run.meets) and self.options.policy not in COLLECTIVE_SAFE:
             return "lb_micro"
         return self.options.policy
 
     @property
     def weighting(self) -> Weighting:
         """What samples count."""
-        if self.info.weighting is None:
-            return self.options.weighting
-        return self.info.weighting
+        rule = self.decision.rule
+        return self.options.weighting if rule is None else rule.planned
+
+    @property
+    def counter(self) -> LabelCounter | None:
+        """What is counted in microbatches instead of planned weights."""
+        rule = self.decision.rule
+        return None if rule is None else rule.counter
 
     @property
     def by_labels(self) -> bool:
@@ -220,13 +230,13 @@ class Recipe:
     @property
     def counts_alike(self) -> bool:
         """Whether every batch is left as it is and counts 1, as under DDP, since no rule says what it counts."""
-        return bool(self.info.whole) and self.weighting == "auto"
+        return self.is_whole and self.weighting == "auto"
 
     def minibatch(self, tasks: Sequence[Task], plan: str | None) -> Minibatch:
         """A minibatch of these microbatches, which tells of the loader that made it."""
         made = Minibatch([task.microbatch for task in tasks], [task.weight for task in tasks], plan)
         details = [task.detail for task in tasks if task.detail is not None]
-        made.origin = LoaderFacts(details, self.by_labels, self.info.counter, self.weighting == "sum")
+        made.origin = LoaderFacts(details, self.by_labels, self.counter, self.weighting == "sum")
         return made
 
     def name(self, epoch: int, step: int, lengths: Lengths) -> str:
@@ -235,14 +245,15 @@ class Recipe:
 
     def planner(self, num_replicas: int, lengths: Ints | None = None) -> Planner:
         """What plans minibatches for so many ranks; ``lengths`` are those of the samples in the order they come."""
-        return replace(self.options.planner(num_replicas, lengths, self.info), policy=self.policy)
+        planner = self.options.planner(num_replicas, lengths, self.run, self.collation)
+        return replace(planner, policy=self.policy)
 
     def measured_cost(self, num_replicas: int) -> MeasuredCost | None:
         """The cost for so many ranks, if measured times may correct it."""
-        if not (self.options.is_auto and self.info.measured):
+        if not (self.options.is_auto and self.run.measured):
             return None
-        cost = MeasuredCost(num_replicas, self.info.first_cost)
-        if self.info.collation.kind != "packed":
+        cost = MeasuredCost(num_replicas, self.run.first_cost)
+        if self.collation.kind != "packed":
             cost.separate_samples()
         return cost
 
@@ -301,7 +312,7 @@ class EpochPlan:
             count = self.options.count_samples(len(self.lengths), self.num_replicas)
             used = self.order(epoch)[:count]
             # All ranks get equally many, as from a distributed sampler.
-            if self.recipe.counts_alike or self.recipe.info.whole == "fixed":
+            if self.recipe.counts_alike or self.recipe.is_fixed:
                 of_each_rank = -(-count // self.num_replicas)
                 used = np.resize(used, of_each_rank * self.num_replicas)
             begin = window * size
@@ -361,7 +372,7 @@ class MinibatchPlan:
         turn: int,
     ) -> MinibatchPlan:
         """Distribute the samples ``indices`` of one minibatch; ``name`` begins the plan's text."""
-        if recipe.info.whole:
+        if recipe.is_whole:
             positions = whole_batches(recipe, planner, lengths)
         else:
             positions = planner.plan(lengths)
@@ -397,12 +408,13 @@ def whole_batches(recipe: Recipe, planner: Planner, lengths: Ints) -> Plan:
     ranks = planner.num_ranks
     count = len(lengths)
     options = recipe.options
-    is_fixed = recipe.info.whole == "fixed"
     samples = list(range(count))
-    if is_fixed:  # the step communicates: as the sampler does, repeat samples, so that counts are equal
+    if (
+        recipe.is_fixed
+    ):  # the step communicates: as the sampler does, repeat samples, so that counts are equal
         samples += [place % count for place in range(-count % ranks)]
     dealt = dealt_out(samples, ranks, options.samples_per_batch)
-    if options.batches == 1 or is_fixed:
+    if options.batches == 1 or recipe.is_fixed:
         return dealt
     batches = [batch for of_rank in dealt for batch in of_rank]
     sizes = [lengths[batch] for batch in batches]

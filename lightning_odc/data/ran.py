@@ -65,7 +65,7 @@ class Ran:
             again: Its samples, where they can be read again.
         """
         samples = self.samples(batch)
-        collation = recipe.info.collation
+        collation = recipe.collation
         tokens = None  # where rows are equally long anyway, nothing shows that lengths count tokens
         if collation.fixed is None:
             tokens = int(lengths.sum())
@@ -73,7 +73,7 @@ class Ran:
         if samples == 0 and self.stand_in is not None:
             return Task(read([self.stand_in]), 0.0, detail)
         # Weights are what was planned: not of sums, and not where tensors of the batch are counted.
-        if recipe.info.counter is None and recipe.weighting != "sum" and samples not in (None, len(indices)):
+        if recipe.counter is None and recipe.weighting != "sum" and samples not in (None, len(indices)):
             weight *= self._part(samples or 0, indices, planned_counts(recipe.weighting, lengths), read)
         return Task(batch, weight, detail)
 

@@ -141,7 +141,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
         if self._ran.stand_in is not None:
             self._stand_in = [copy.deepcopy(samples[self._ran.stand_in])]
             self._ran = replace(self._ran, stand_in=-1)  # the last one, behind those of a minibatch
-        return replace(self._recipe, info=replace(self._recipe.info, collation=collation))
+        return replace(self._recipe, collation=collation)
 
     def _minibatch(self, step: int, samples: list[Any], lengths: Ints, recipe: Recipe) -> Minibatch:
         """This rank's part of a minibatch of these samples."""

@@ -126,8 +126,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
                 "balanced over ranks. Leave it out.",
                 stacklevel=2,
             )
-        # Packing is not tried here: it is as the user says.
-        session.follow(balanced, is_converted=True, tries=True, packs=balanced.packing)
+        session.loader = balanced
         return Batches(session, balanced, own, accumulated).loader()
 
     def _balanced(self, own: DataLoader[Any]) -> BalancedDataLoader:

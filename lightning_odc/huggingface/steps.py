@@ -32,7 +32,10 @@ class TrainerSteps(Door):
         repeats: Whether runs must be bit-equal.
     """
 
+    tries = True
+    must_gain = False
     levels_whole = False  # they are those of `Trainer`
+    packing_trouble = ""  # it is as the user says
 
     def __init__(
         self, trainer: Any, odc: Attached, loss_of: loss_trial.LossOf, wording: Wording, repeats: bool
@@ -82,9 +85,6 @@ class TrainerSteps(Door):
 
     def try_samples(self, samples: TrialSamples) -> Verdict:
         return loss_trial.trial_of(self._trainer, self._loss_of, samples)
-
-    def packing_trouble(self) -> str:
-        return ""
 
     def say(self, text: str) -> None:
         self._trainer.accelerator.print(text, flush=True)

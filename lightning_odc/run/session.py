@@ -2,10 +2,11 @@
 
 Note [The life of a rule]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-What microbatches count is a rule that a trial of the loss has found. A fit begins ``UNTRIED``; so it stays where the
-user says what counts. ::
+What microbatches count is a rule that a trial of the loss has found. ::
 
-    UNTRIED         `begin` tests the loss. If that raises, batches are left as they are, and the first batch is tested
+    NOT_ASKED       the user says what counts, or the loss cannot be tested
+      -> UNTRIED        a loader leaves it open
+    UNTRIED         `decide` tests the loss. If that raises, batches are left as they are, and the first batch is tested
       -> HOLDS          a rule explains the loss: microbatches count by it, and audits continue
       -> WHOLE          no rule explains it: the user's batches are left as they are
     HOLDS
@@ -15,18 +16,17 @@ user says what counts. ::
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
 from lightning_odc.balance.planner import Policy
 from lightning_odc.data.announcement import brief
+from lightning_odc.data.decision import AS_WRITTEN, Cut, Decision, Phase, Whole
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import ModelCost
-from lightning_odc.data.plan import NOTHING_KNOWN, RunInfo, Whole
+from lightning_odc.data.plan import RunFacts
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
 from lightning_odc.protocol.transports.base import process_group_rendezvous
@@ -45,6 +45,7 @@ _WORTH_BALANCING = 1.02
 class Life(Enum):
     """What is known of the rule by which microbatches count; see Note [The life of a rule]."""
 
+    NOT_ASKED = auto()
     UNTRIED = auto()
     HOLDS = auto()
     WHOLE = auto()
@@ -61,11 +62,14 @@ class Host(Protocol):
     places: int  # how many share the data
     measures: bool  # whether times of microbatches may change plans
     repeats: bool  # whether runs must be bit-equal
+    tries: bool  # whether the loss can be tested, where the user does not say what counts
+    must_gain: bool  # whether batches are left as they are where cutting them would gain next to nothing
     levels_whole: bool  # whether batches that are left as they are may move from rank to rank
 
     def try_samples(self, samples: TrialSamples) -> Verdict:
         """What the loss of some samples is a mean over."""
 
+    @property
     def packing_trouble(self) -> str:
         """Why samples of the model must not be packed; empty if it keeps them apart."""
 
@@ -81,21 +85,19 @@ class Session:
 
     Attributes:
         life: What is known of the rule.
+        decision: What is decided of the user's own batches.
         audit: Tries whether the rule still holds, while it does.
-        loader: What follows the decisions, if the training data can be planned.
+        loader: What follows the decision, if the training data can be planned.
     """
 
+    host: Host  # from `decide` on
+
     def __init__(self) -> None:
-        self.life = Life.UNTRIED
+        self.life = Life.NOT_ASKED
+        self.decision: Decision = AS_WRITTEN
         self.audit: Audit | None = None
         self.loader: BalancedDataLoader | None = None
-        self._host: Host | None = None  # from `begin` on
-        self._known = NOTHING_KNOWN  # without what the rule decides
-        self._verdict = Verdict(None)
-        self._finds_rule = False  # whether the loss is tested: the user does not say what counts
-        self._must_gain = False  # else batches are left as they are
-        self._is_converted = False  # whether the loader was the user's own
-        self._is_decided = False  # whether all but the rule is
+        self._is_worth_cutting = True  # whether batches of the loader are
         self._has_announced = False
         self._has_measured = False
         self._epoch: tuple[float, float] | None = None  # when it began, and the seconds of waits until then
@@ -103,128 +105,93 @@ class Session:
     @property
     def rule(self) -> Rule | None:
         """What microbatches count, if a trial has found it."""
-        return self._verdict.rule
-
-    @property
-    def host(self) -> Host:
-        assert self._host is not None, "the session has begun"
-        return self._host
-
-    @property
-    def decided(self) -> RunInfo:
-        """What is decided, as the loader follows it."""
-        assert self.loader is not None
-        rule = self._verdict.rule
-        if rule is not None:
-            return replace(self._known, weighting=rule.planned, counter=rule.counter)
-        if not self._verdict.reason or self.loader.options.batch_size is None:
-            return self._known
-        whole: Whole = "movable"
-        if self._verdict.communicates or self._known.meets or not self.host.levels_whole:
-            whole = "fixed"
-        return replace(self._known, packs=False, whole=whole)
+        return self.decision.rule
 
     # -- before it trains ---------------------------------------------------------------------------------
-
-    def follow(
-        self,
-        loader: BalancedDataLoader,
-        *,
-        is_converted: bool,
-        tries: bool,
-        must_gain: bool = False,
-        before_pass: Callable[[], None] | None = None,
-        **facts: Any,
-    ) -> None:
-        """Let a loader follow what is decided. It asks nothing of data, plans or ranks.
-
-        Args:
-            loader: The loader that trains from now on.
-            is_converted: Whether it was a loader of the user's own.
-            tries: Whether the loss can be tried, where the user does not say what counts.
-            must_gain: Whether batches are left as they are where cutting them would gain next to nothing.
-            before_pass: What calls `decide` before its first pass.
-            **facts: What else is known of the run, see `RunInfo`.
-        """
-        # Until its first pass, what was decided of the loader before it.
-        self._known = replace(self._known, **facts)
-        self.loader = loader
-        self._is_converted = is_converted
-        self._is_decided = False
-        self._must_gain = must_gain
-        self._finds_rule = tries and loader.options.weighting == "auto"
-        loader.adapt(self.decided, before_pass)
-        self._known = replace(self._known, fit_begins=False)
 
     def begin(self, host: Host) -> None:
         """Decide, and say what was found. When training begins; all ranks together."""
         self.decide(host)
-        if self.loader is not None and (self.life is not Life.UNTRIED or not self._finds_rule):
-            self._announce()
+        if self.loader is not None and self.life is not Life.UNTRIED:
+            self._announce(self.loader)
 
     def before_batch(self) -> None:
         """Try a loss once more that failed before hooks of the first batch had run. All ranks together."""
-        if self.loader is not None and self.life is Life.UNTRIED and self._finds_rule:
-            self._find_rule(self.loader, is_last_chance=True)
-            self._announce()
+        loader = self.loader
+        if loader is not None and self.life is Life.UNTRIED:
+            self._find_rule(loader, is_last_chance=True)
+            self._hand_on(loader)
+            self._announce(loader)
 
     def decide(self, host: Host) -> None:
         """Decide what is not decided yet. All ranks together, before the first pass of a loader."""
-        self._host = host
+        self.host = host
         loader = self.loader
         if loader is None:
             return
-        if not self._is_decided:
-            self._is_decided = True
-            model = host.model_cost
-            self._known = replace(
-                self._known,
-                prior=model.cost,
-                measured=host.measures and host.communication == "on_demand",
-                repeats=host.repeats,
-                meets=host.communication == "collective" and host.places > 1,
-                whole="",
-            )
-            if loader.packing and self._known.packs is None:
-                trouble = host.packing_trouble()
-                if trouble:  # the model does not keep packed samples apart
-                    raise ValueError(f"packing=True: {trouble}")
-            self._known = replace(self._known, packs=loader.packing or None)
-            loader.adapt(self.decided)
-            if not loader.is_stream:  # streams are compared as they are read
-                facts = f"{len(loader.lengths)} samples with lengths {loader.lengths.digest} ({loader.lengths.sketch})"
-                compare(host.engine, f"{facts}; the collate_fn {loader.collation}")
-            self._decide_cutting(loader)
-            loader.adapt(self.decided)
-        self._find_rule(loader)
+        if loader.phase is not Phase.FOLLOWS:
+            self._join(loader)
+        if self.life is Life.UNTRIED:
+            self._find_rule(loader)
+        self._hand_on(loader)
 
-    def _decide_cutting(self, loader: BalancedDataLoader) -> None:
-        """Leave batches as they are where balancing would gain next to nothing."""
-        if not self._must_gain:
-            return
+    def _join(self, loader: BalancedDataLoader) -> None:
+        """Let a loader plan for this run, and find out what there is to decide of it."""
+        host = self.host
+        if loader.packing and host.packing_trouble:  # the model does not keep packed samples apart
+            raise ValueError(f"packing=True: {host.packing_trouble}")
+        facts = RunFacts(
+            prior=host.model_cost.cost,
+            measured=host.measures and host.communication == "on_demand",
+            repeats=host.repeats,
+            meets=host.communication == "collective" and host.places > 1,
+        )
+        loader.join(facts)
+        if not loader.is_stream:  # streams are compared as they are read
+            data = f"{len(loader.lengths)} samples with lengths {loader.lengths.digest} ({loader.lengths.sketch})"
+            compare(host.engine, f"{data}; the collate_fn {loader.collation}")
+        self._is_worth_cutting = self._gains_by_cutting(loader)
+        if self.life is Life.NOT_ASKED and host.tries and loader.options.weighting == "auto":
+            self.life = Life.UNTRIED
+
+    def _gains_by_cutting(self, loader: BalancedDataLoader) -> bool:
+        """Whether cutting the batches of a loader gains more than next to nothing."""
+        if not (self.host.must_gain and loader.options.are_of_batches):
+            return True
         gain = loader.planned_gain()
         if gain is None or gain.factor >= _WORTH_BALANCING:
-            return
-        self._known = replace(self._known, whole="fixed" if self._known.meets else "movable")
+            return True
         if not self._has_announced:
             self.host.say(
                 f"Samples are {gain.shortest} to {gain.longest} long: balancing would gain less than 2 %."
             )
+        return False
 
     def _find_rule(self, loader: BalancedDataLoader, is_last_chance: bool = False) -> None:
         """Let microbatches count what the loss is a mean over; see Note [The loss is tested]."""
-        if self.life is not Life.UNTRIED or not self._finds_rule:
-            return
-        self._verdict = try_together(self.host.engine, loader, self._try_samples)
-        if self._verdict.rule is not None:
+        verdict = try_together(self.host.engine, loader, self._try_samples)
+        if verdict.rule is not None:
             self.life = Life.HOLDS
-            self.audit = Audit(self._verdict.rule)
-        elif is_last_chance or not self._verdict.has_failed:
+            self.decision = Cut(verdict.rule)
+            self.audit = Audit(verdict.rule)
+            return
+        is_movable = self.host.levels_whole and not verdict.communicates
+        self.decision = whole = Whole(is_movable, reason=verdict.reason, remedy=verdict.remedy)
+        if is_last_chance or not verdict.has_failed:
             self.life = Life.WHOLE
             # Where cutting them would gain nothing, nothing is lost.
-            tell = self.host.say if self._known.whole else self.host.warn
-            tell(self._why_whole(loader))
-        loader.adapt(self.decided)
+            tell = self.host.warn if self._is_worth_cutting else self.host.say
+            tell(self._why_whole(loader, whole))
+
+    def _hand_on(self, loader: BalancedDataLoader) -> None:
+        """Let a loader follow what is decided."""
+        decision = self.decision
+        if isinstance(decision, Whole):
+            if not loader.options.are_of_batches:
+                decision = AS_WRITTEN  # there is nothing that could be left as it is
+        elif not self._is_worth_cutting:
+            decision = Whole(self.host.levels_whole, decision.rule)
+        loader.follow(decision)
 
     def _try_samples(self, samples: TrialSamples) -> Verdict:
         verdict = self.host.try_samples(samples)
@@ -238,10 +205,9 @@ class Session:
             return Verdict(None, reason, communicates=does, remedy=remedy)
         return verdict
 
-    def _announce(self) -> None:
-        loader = self.loader
+    def _announce(self, loader: BalancedDataLoader) -> None:
         host = self.host
-        if self._has_announced or loader is None:
+        if self._has_announced:
             return
         self._has_announced = True
         if self.life is Life.WHOLE and not host.levels_whole:
@@ -268,7 +234,7 @@ class Session:
     def release(self) -> None:
         """The fit is over. Idempotent."""
         if self.loader is not None:
-            self.loader.adapt(replace(self.loader.info, hears=False))
+            self.loader.release()
 
     def contradict(self, contradiction: str, step: int) -> None:
         """An audit has found that the rule does not hold. All ranks have heard it in the same optimizer step."""
@@ -276,16 +242,16 @@ class Session:
         assert loader is not None
         self.life = Life.CONTRADICTED
         self.audit = None
-        self._verdict = Verdict(None, contradiction, remedy="num_items")
-        loader.adapt(self.decided)
+        self.decision = whole = Whole(self.host.levels_whole, reason=contradiction, remedy="num_items")
+        self._hand_on(loader)
         effect = "BalancedDataLoader continues to cut batches"
-        if loader.options.batch_size is not None:
+        if loader.options.are_of_batches:
             effect = "From the next minibatch on, your batches are left as they are, as under DDP"
         name = self.host.wording.step
         self.host.warn(
             f"In step {step}, batches are not weighed by what your loss is a mean over: {contradiction}. {name} may "
             "cut or leave out long samples, or its loss has begun to couple samples. Gradients of such steps were "
-            f"wrong. {effect}. {self._what_helps()}"
+            f"wrong. {effect}. {self._what_helps(loader, whole)}"
         )
 
     def begin_epoch(self) -> None:
@@ -313,22 +279,21 @@ class Session:
 
     # -- in words -----------------------------------------------------------------------------------------
 
-    def _why_whole(self, loader: BalancedDataLoader) -> str:
+    def _why_whole(self, loader: BalancedDataLoader, whole: Whole) -> str:
         """What to say of a loss that no rule explains: what it costs, why, and the line that helps."""
-        verdict = self._verdict
         effect = "BalancedDataLoader cuts batches, and the loss may not allow it"
-        if loader.options.batch_size is not None:
+        if loader.options.are_of_batches:
             effect = "Your batches are left as they are"
             gain = loader.planned_gain()
             # Rows of a fixed length have the same padding in every plan.
             if gain is not None and gain.factor >= _WORTH_BALANCING and gain.balanced_padding < gain.padding:
                 effect += f", which keeps the padding ({gain.padding:.0%} of the computed tokens)"
-        return f"{effect}: {verdict.reason}. {self._what_helps()}".rstrip()
+        return f"{effect}: {whole.reason}. {self._what_helps(loader, whole)}".rstrip()
 
-    def _what_helps(self) -> str:
+    def _what_helps(self, loader: BalancedDataLoader, whole: Whole) -> str:
         """The line to write, see `Verdict.remedy`."""
         wording = self.host.wording
-        remedy = self._verdict.remedy
+        remedy = whole.remedy
         if remedy == "num_items":
             return wording.num_items
         if remedy == "log":
@@ -336,7 +301,7 @@ class Session:
         if not remedy:
             return ""
         line = f'BalancedDataLoader(..., weighting="{remedy}")'
-        if self._is_converted:
+        if loader.options.are_of_batches:
             line = wording.write_to_loader("weighting", remedy)
         counted = {"sample": "samples", "label": "labels", "sum": "nothing, and a sum"}.get(remedy, "tokens")
         return f"If you know that it is a mean over {counted}, write\n    {line}"

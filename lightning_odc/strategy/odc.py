@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial, partialmethod
 from typing import Any, Literal
 
@@ -462,8 +461,7 @@ class ODCStrategy(ReducingStrategy):
         """Level the training data over ranks, if asked to; see `TrainingData`."""
         if self.options.group_size > 1 and isinstance(dataloader, BalancedDataLoader):
             shared = self.distributed_sampler_kwargs
-            world = (shared["num_replicas"], shared["rank"])
-            dataloader.adapt(replace(dataloader.info, world=world))
+            dataloader.world = shared["num_replicas"], shared["rank"]
         module = self.lightning_module
         if module is None or not module.trainer.training:
             return for_evaluation(self, dataloader)

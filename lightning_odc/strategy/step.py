@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -101,6 +101,9 @@ class Training(Door):
         options = strategy.options
         self.measures = not options.deterministic and options.group_size == 1
         self.repeats = options.deterministic
+        self.tries = options.balance is not None and self._module.automatic_optimization
+        # An option of the user's has its own plan, whatever it gains.
+        self.must_gain = options.balance == "auto" and not (options.packing or options.max_tokens)
         self._session = session
         self._sample_group = strategy.attached.sample_group
         self._call = partial(call_step, strategy, "training_step")
@@ -287,6 +290,7 @@ class Training(Door):
             trial = replace(trial, communicates="")
         return trial
 
+    @cached_property
     def packing_trouble(self) -> str:
         return packing_trouble(self._strategy)
 

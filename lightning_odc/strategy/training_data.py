@@ -48,7 +48,6 @@ class TrainingData:
         self._trainer = strategy.lightning_module.trainer
         self._strategy = strategy
         self._options = strategy.options
-        self._has_begun = False
         self._watch: RemovableHandle | None = None
         self._converted: _Converted | None = None  # the latest one
         self._together: EndsTogether | None = None  # the latest one that is not
@@ -82,24 +81,11 @@ class TrainingData:
         self._share(loader, dataloader)
         if self._world_size > 1:
             self._options.check_policy(loader.options.policy)
-        is_converted = loader is not dataloader
-        if is_converted:
+        if loader is not dataloader:
             self._converted = _Converted(self._trainer.current_epoch, loader, dataloader)
-        options = self._options
-        self.session.follow(
-            loader,
-            is_converted=is_converted,
-            # An option of the user's has its own plan, whatever it gains.
-            must_gain=is_converted
-            and options.balance == "auto"
-            and not (options.packing or options.max_tokens),
-            tries=options.balance is not None and self._module.automatic_optimization,
-            before_pass=self._before_pass,
-            minibatches_per_step=self._trainer.accumulate_grad_batches,
-            fit_begins=not self._has_begun,
-            world=loader.info.world,
-            hears=True,
-        )
+        self.session.loader = loader
+        loader.minibatches_per_step = self._trainer.accumulate_grad_batches
+        loader.wait_for(self._before_pass)
         return loader
 
     def _share(self, loader: BalancedDataLoader, dataloader: object) -> BalancedDataLoader:
@@ -149,13 +135,12 @@ class TrainingData:
             if self._options.balance == "auto":
                 compare(training.engine, "batches that stay as they are")
             return
-        self._has_begun = True
         if self._trainer.fit_loop.restarting:
             follow_loader(self._trainer, loader.find_place())
         self.session.begin(training)
         self.session.begin_epoch()
         model = causal_model(self._module)
-        if self.session.decided.packs and model is not None and self._watch is None:
+        if loader.packs and model is not None and self._watch is None:
             self._watch = model_facts.watch_packed_calls(model)
 
     def release(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +12,12 @@ import pytest
 from lightning_odc.balance import tokens
 from lightning_odc.balance.costs import SpeedCost
 from lightning_odc.balance.learnt import MeasuredCost
+from lightning_odc.data.decision import Cut
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.plan import RunInfo
+from lightning_odc.data.plan import RunFacts
+from lightning_odc.samples.weighting import Rule
 from tests.data.test_iterable import Sized
 from tests.data.test_loader import LENGTHS, Rows, loader
 from tests.support.refusals import assert_refused
@@ -89,8 +91,8 @@ class Run:
         options = {"minibatch_size": 2, "max_tokens": 60, **options}
         self.loaders = [loader(Rows(LENGTHS), rank=rank, **options) for rank in range(2)]
         for balanced in self.loaders:
-            info = RunInfo(tokens(), measured=True, minibatches_per_step=accumulate)
-            balanced.adapt(info)
+            balanced.minibatches_per_step = accumulate
+            balanced.join(RunFacts(tokens(), measured=True))
         self.accumulate = accumulate
 
     def go(self, epochs: int, steps: int = 10**9) -> list[str]:
@@ -145,7 +147,7 @@ def test_a_stream_learns_where_it_is_planned():
         balanced = BalancedDataLoader(
             dataset, minibatch_size=4, window=1, collate_fn=list, num_replicas=2, rank=rank
         )
-        balanced.adapt(RunInfo(tokens(), measured=True))
+        balanced.join(RunFacts(tokens(), measured=True))
         return balanced
 
     ranks = [stream(rank) for rank in range(2)]
@@ -239,14 +241,14 @@ def test_equal_reports_give_equal_caps_and_a_state_goes_on() -> None:
 CAPPED = [9, 7, 8, 5, 6, 4, 9, 3] * 8
 
 
-MEASURED = RunInfo(measured=True)
+MEASURED = RunFacts(measured=True)
 
 
-def capped_loader(max_tokens: Any, info: RunInfo = MEASURED, **options: Any) -> BalancedDataLoader:
+def capped_loader(max_tokens: Any, run: RunFacts = MEASURED, **options: Any) -> BalancedDataLoader:
     defaults: dict[str, Any] = {"minibatch_size": 8, "num_replicas": 1, "rank": 0, "lengths": CAPPED}
     samples = [list(range(length)) for length in CAPPED]
     own = BalancedDataLoader(samples, max_tokens=max_tokens, collate_fn=list, **{**defaults, **options})
-    own.adapt(info)
+    own.join(run)
     return own
 
 
@@ -274,20 +276,19 @@ def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it() -> None:
         assert resumed.max_tokens == expected
         plan = resumed.plan(1, 1)
         assert plan.text == own.plan(1, 1).text
-        resumed.adapt(replace(MEASURED, weighting="sample"))
+        resumed.follow(Cut(Rule("sample")))
         assert resumed.max_tokens == expected, "what a trial of the loss decides changes no cap"
         with pytest.warns(UserWarning, match="The max_tokens of the checkpoint is not used"):
             other.load_state_dict(state)
         assert other.max_tokens == 30
         assert own.memory_values == {"memory/max_tokens": 28 if max_tokens else 9, "memory/ran_out": 1}
-        own.adapt(MEASURED)
+        own.join(MEASURED)
         assert own.max_tokens == expected, "the same fit goes on"
-        own.adapt(replace(MEASURED, fit_begins=True))
+        own.wait_for(partial(own.join, MEASURED))
         assert own.max_tokens == (max_tokens or 9), "another fit may be of another model"
 
 
 def test_caps_that_stay() -> None:
-    info = RunInfo(repeats=True)
-    own = capped_loader(None, info=info)
+    own = capped_loader(None, run=RunFacts(repeats=True))
     assert own.max_tokens == 9
     assert own.memory_values == {}

@@ -136,7 +136,8 @@ def test_a_loss_that_changes_later_is_found_and_batches_stay_whole_from_the_next
     assert len(found) == (rank == 0), found
     if rank == 0:
         assert "In step 10, " in found[0]
-    assert t.train_dataloader.info.whole == "movable"
+    assert t.train_dataloader.recipe.is_whole
+    assert not t.train_dataloader.recipe.is_fixed
     assert t.strategy._rule is None, "evaluations count as training does"
 
 
@@ -256,7 +257,7 @@ def test_an_audit_that_fails_changes_nothing(rank):
             options: dict[str, Any] = {"balance": "lb_mini", "deterministic": True, "cost": "quadratic"}
             data_loader = DataLoader(samples(), BATCH, collate_fn=collate)
             t = fit(module, data_loader, max_steps=12, max_epochs=-1, **options)
-        assert not t.train_dataloader.info.whole
+        assert not t.train_dataloader.recipe.is_whole
         assert "weighed by what" not in "".join(caught)
         trained.append(full_parameters(module))
     assert are_equal(*trained)
@@ -273,5 +274,5 @@ def test_a_loss_that_stays_as_it_was_is_confirmed(rank, kind):
     with warned() as caught:
         data_loader = DataLoader(samples(), BATCH, collate_fn=collate)
         t = fit(module, data_loader, max_steps=11, max_epochs=-1, balance="auto")
-    assert not t.train_dataloader.info.whole
+    assert not t.train_dataloader.recipe.is_whole
     assert "weighed by what" not in "".join(caught)

@@ -216,7 +216,7 @@ def test_one_loader_in_a_dict_or_list_is_balanced_and_the_step_gets_its_batches_
     if name != "minibatches":
         balanced = only(loaders)
         assert isinstance(balanced, BalancedDataLoader)
-        assert not balanced.info.whole, "the loss was tried with batches in a dict or list, too"
+        assert not balanced.recipe.is_whole, "the loss was tried with batches in a dict or list, too"
 
 
 def ids(size: int, seed: int) -> Tensor:
@@ -282,7 +282,7 @@ def test_what_a_batch_shows_is_a_length_by_which_batches_are_balanced(rank, name
         t = fit(module, data_loader, balance="auto", cost="tokens")
     words = "\n".join([text.getvalue(), *caught])
     assert isinstance(t.train_dataloader, BalancedDataLoader), words
-    assert not t.train_dataloader.info.whole, words
+    assert not t.train_dataloader.recipe.is_whole, words
     if not streamed:
         assert t.train_dataloader.lengths.values.max() == longest
         assert t.global_step == 3

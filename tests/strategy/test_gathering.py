@@ -78,7 +78,7 @@ def test_a_step_that_gathers_runs_with_any_number_of_samples(rank, accumulated, 
         max_steps=max_steps,
         max_epochs=1,
     )
-    assert t.train_dataloader.info.whole == "fixed"
+    assert t.train_dataloader.recipe.is_fixed
     for shape in shapes:
         assert shape[0] == 2
     if accumulated == 2:

@@ -51,10 +51,10 @@ def train(kind: str, **options: Any) -> tuple[str, dict[str, Tensor], str]:
     with said() as text, warned() as caught:
         t = fit(module, data, accumulate_grad_batches=ACCUMULATED, **{"balance": "auto", **options})
     recipe = t.train_dataloader.recipe
-    if recipe.info.whole:
+    if recipe.is_whole:
         counts = "whole"
     else:
-        counts = str(recipe.info.counter or recipe.weighting)
+        counts = str(recipe.counter or recipe.weighting)
     words = "\n".join([text.getvalue(), *caught])
     return counts, full_parameters(module), words
 
@@ -210,7 +210,7 @@ def test_a_rank_of_two_runs_three_of_five_passes_and_reads_every_unit_once(rank,
     monkeypatch.setattr(session, "try_together", counted_trial)
     loader = DataLoader(samples(), batch_size=BATCH, collate_fn=collate)
     t = fit(module, loader, balance="auto", auto_wrap_policy={torch.nn.Linear})
-    assert not t.train_dataloader.info.whole
+    assert not t.train_dataloader.recipe.is_whole
     assert passes == [3]
     assert {"mix", "head"} <= {*seen}
     assert len(seen) == len({*seen})
@@ -299,9 +299,9 @@ def test_a_step_that_shortens_its_batches_trains_what_it_means(rank, kind, cuts)
     with said() as text, warned() as caught:
         t = fit(module, loader, accumulate_grad_batches=ACCUMULATED, balance="auto")
     words = "\n".join([text.getvalue(), *caught])
-    is_whole = t.train_dataloader.info.whole
+    is_whole = t.train_dataloader.recipe.is_whole
     # Classes of texts that are cut are still a mean over samples.
-    assert bool(is_whole) == (not cuts or kind != "classes")
+    assert is_whole == (not cuts or kind != "classes")
     if is_whole:
         if rank == 0:
             assert "may cut or leave out long ones" in words, words
@@ -382,7 +382,7 @@ def test_a_mean_over_frames_that_the_step_chooses_is_told_to_count_them_and_then
         with said() as text, warned() as caught:
             t = fit(module, loader, accumulate_grad_batches=ACCUMULATED, balance="auto")
         words = "\n".join([text.getvalue(), *caught])
-        assert bool(t.train_dataloader.info.whole) != counted
+        assert t.train_dataloader.recipe.is_whole != counted
         if rank == 0 and not counted:
             assert (
                 'is a mean over n items that training_step counts, let it return\n    {"loss": loss *'

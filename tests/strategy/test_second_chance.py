@@ -14,6 +14,8 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_odc.data.decision import Cut, Decision, Whole
+from lightning_odc.data.loader import BalancedDataLoader
 from tests.strategy.test_loss_trial import Traces, state_of
 from tests.support import losses
 from tests.support.fits import fit, largest_difference
@@ -229,3 +231,22 @@ def test_the_second_trial_leaves_no_trace(rank, tmp_path):
     torch.manual_seed(5)
     assert looks.drawn == torch.rand(1).item(), "random numbers go on where they were"
     assert set(looks.logged) == {"loss", "mean"}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [(Losses, [Cut]), (OfEpoch, [Whole, Cut]), (Never, [Whole, Whole])],
+    ids=["at once", "in the first batch", "never"],
+)
+def test_a_loader_hears_one_decision_and_another_one_after_a_second_chance(rank, make, kinds, monkeypatch):
+    heard = []
+    follow = BalancedDataLoader.follow
+
+    def noted(loader: BalancedDataLoader, decision: Decision) -> None:
+        heard.append(type(decision))
+        follow(loader, decision)
+
+    monkeypatch.setattr(BalancedDataLoader, "follow", noted)
+    trained(make)
+    assert heard == kinds

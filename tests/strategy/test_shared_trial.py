@@ -104,8 +104,10 @@ def passes(monkeypatch: Any, make: Any, kind: str, world_size: int, **options: A
     loader = DataLoader(samples(LENGTHS), batch_size=4, collate_fn=collate)
     with said() as text, warned() as caught:
         t = fit(make(kind), loader, world_size, auto_wrap_policy={torch.nn.Linear}, balance="auto", **options)
-    info = t.train_dataloader.info
-    counts = info.whole or str(info.counter or info.weighting)
+    recipe = t.train_dataloader.recipe
+    counts = str(recipe.counter or recipe.weighting)
+    if recipe.is_whole:
+        counts = "fixed" if recipe.is_fixed else "movable"
     return of_all_ranks(ran), of_all_ranks(counts), "\n".join([text.getvalue(), *caught])
 
 

@@ -70,7 +70,8 @@ def test_groups_notice_a_loss_that_couples_samples_later(rank):
     with warned() as caught:
         t = run(module, 4, balance="auto", max_epochs=3)
     assert t.global_step == 12
-    assert t.train_dataloader.info.whole == "movable"
+    assert t.train_dataloader.recipe.is_whole
+    assert not t.train_dataloader.recipe.is_fixed
     found = [text for text in caught if "weighed by what your loss" in text]
     assert len(found) == (rank == 0), caught
     if rank == 0:

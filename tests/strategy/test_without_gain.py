@@ -32,7 +32,7 @@ def trained(kind: str, lengths: Sequence[int], batch: int, **options: Any) -> tu
     loader = DataLoader(samples(lengths), batch, collate_fn=collate)
     with said() as text, warned() as caught:
         t = fit(module, loader, balance="auto", **options)
-    assert t.train_dataloader.info.whole
+    assert t.train_dataloader.recipe.is_whole
     assert t.train_dataloader.recipe.policy == "lb_micro", "nothing is stolen"
     return module, text.getvalue(), caught
 
@@ -124,6 +124,6 @@ def test_a_batch_that_its_collate_fn_shortens_counts_what_is_left(rank):
     with warned():
         loader = DataLoader(data, 2, collate_fn=kept)
         t = fit(module, loader, balance="auto")
-    assert t.train_dataloader.info.whole
+    assert t.train_dataloader.recipe.is_whole
     first, second = steps_of(NEARLY_EQUAL, 4)
     assert error_of(module, [first, second[2:]]) < 1e-6
