@@ -56,11 +56,11 @@ test-gpu: $(GPU_STAMP) ## run the tests that need a GPU, and keep what they say 
 bench-gpu: $(GPU_STAMP) ## measure the CUDA transport and training on GPUs, for the docs; PYTHON=python3 without .venv
 	PY=$(GPU_PYTHON) bash tests/gpu/session.sh bench train
 
-test-map: $(STAMP) ## write build/test-map.md: which tests run which file of the package; ARGS="tests/trial" takes only these
+test-map: $(STAMP) ## write docs/data/test_map.json: which tests run which file of the package; ARGS="tests/trial" takes only these, into build/
 	rm -rf build/coverage
 	-PYTHONPATH=. COVERAGE_CORE=ctrace $(BIN)/python -m coverage run -m pytest -n 2 --dist loadscope -m "not slow" $(ARGS)
 	PYTHONPATH=. $(BIN)/python -m coverage combine -q
-	PYTHONPATH=. $(BIN)/python -m tests.support.map
+	PYTHONPATH=. $(BIN)/python -m tests.support.map $(if $(ARGS),build/test_map.json)
 
 check: $(STAMP) ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -151,7 +151,7 @@ class WatchedMesh(DeviceMesh):
 
     @property
     def _dim_group_names(self) -> Any:  # type: ignore[override]  # torch writes it into the object
-        for meet in self.before_collective:
+        for meet in [*self.before_collective]:
             meet()
         return vars(self)["_dim_group_names"]
 

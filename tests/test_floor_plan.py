@@ -42,7 +42,7 @@ MOST_NODES_OF_BENCHMARKS = 57074
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "benchmarks": 8.5}
 #: In tests, names that are used once, in the next statement: they lower the density, and seldom say more.
-MOST_PASSING_PER_100 = 6.1
+MOST_PASSING_PER_100 = 6.2
 #: In the package, annotations of names in functions: they cost nodes, and are worth them.
 LEAST_ANNOTATED_PER_100 = 0.95
 MOST_CONDITIONAL_PER_100 = 0.7

@@ -1,4 +1,4 @@
-"""Which tests run which file of the package: ``make test-map`` writes it into ``build/test-map.md``.
+"""Which tests run which file of the package: ``make test-map`` writes it into ``docs/data/test_map.json``.
 
 Coverage follows all processes that tests start, ranks among them. It is told here which file of tests is running: the
 one of the outermost function that is written in such a file. So a rank belongs to the file of the function that it was
@@ -7,7 +7,10 @@ given. What is imported is run by all, and does not count.
 
 from __future__ import annotations
 
+import json
+import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 
@@ -15,17 +18,9 @@ from coverage import Coverage, CoverageData, CoveragePlugin
 from coverage.plugin_support import Plugins
 
 ROOT = Path(__file__).parents[2]
-MAP = ROOT / "build" / "test-map.md"
+MAP = ROOT / "docs" / "data" / "test_map.json"
 _TESTS = f"{ROOT / 'tests'}/"
 _MOST = 6  # files of tests that are listed for one of the package
-_HEAD = """# Which tests run which file
-
-Made by `make test-map`. The percentage is the part of a file's lines that a file of tests runs. The most specific one
-comes first: of all that it runs, it runs most in this file.
-
-| file | tests |
-|---|---|
-"""
 
 
 class ByFile(CoveragePlugin):
@@ -59,34 +54,35 @@ def lines_by_test(data: CoverageData) -> dict[str, dict[str, int]]:
     return found
 
 
-def rows(lines: dict[str, dict[str, int]], sizes: dict[str, int]) -> list[str]:
-    """A row for each file of the package; ``sizes`` are its lines that can be run."""
+def most_specific(lines: dict[str, dict[str, int]], files: Iterable[str]) -> dict[str, list[str]]:
+    """For each file of the package, the tests that run it. One that runs little else comes first."""
     totals: dict[str, int] = defaultdict(int)
     for counts in lines.values():
         for test, count in counts.items():
             totals[test] += count
-    table = []
-    for file, size in sizes.items():
+    found = {}
+    for file in files:
         counts = lines.get(file, {})
         order = sorted(counts, key=lambda test: (-counts[test] / totals[test], test))
-        listed = [f"`{test}` {counts[test] / size:.0%}" for test in order[:_MOST]]
-        if len(order) > _MOST:
-            listed.append(f"and {len(order) - _MOST} more")
-        table.append(f"| `{file}` | {', '.join(listed) or 'none'} |")
-    return table
+        found[file] = order[:_MOST]
+    return found
 
 
-def main() -> None:
-    """Write the map from what coverage has combined."""
+def package_files() -> list[str]:
+    """Those that have lines to run."""
+    package = ROOT / "lightning_odc"
+    return [str(path.relative_to(package)) for path in sorted(package.rglob("*.py")) if path.stat().st_size]
+
+
+def main(path: Path) -> None:
+    """Write the map from what coverage has combined: a line for each file."""
     coverage = Coverage(config_file=str(ROOT / "pyproject.toml"))
     coverage.load()
-    sizes = {}
-    for path in sorted((ROOT / "lightning_odc").rglob("*.py")):
-        _, executable, _, _ = coverage.analysis(str(path))
-        sizes[str(path.relative_to(ROOT / "lightning_odc"))] = max(len(executable), 1)
-    MAP.write_text(_HEAD + "\n".join(rows(lines_by_test(coverage.get_data()), sizes)) + "\n")
-    print(f"written: {MAP}")
+    found = most_specific(lines_by_test(coverage.get_data()), package_files())
+    rows = [f"  {json.dumps(file)}: {json.dumps(tests)}" for file, tests in found.items()]
+    path.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    print(f"written: {path}")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else MAP)
