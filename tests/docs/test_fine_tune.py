@@ -32,7 +32,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FILE = "fine_tune_llm.py"
 BEGIN = "<|im_start|>"
 END = "<|im_end|>"
@@ -116,7 +116,7 @@ def train(folder: Path, file: str = FILE, succeeds: bool = True) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert (done.returncode == 0) == succeeds, done.stdout[-4000:]
     return done.stdout
