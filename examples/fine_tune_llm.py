@@ -17,8 +17,8 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # a name of the hub, or a folder
-DATA = "trl-lib/Capybara"  # chats: rows of "messages" with "role" and "content"
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # of the hub, or a folder
+DATA = "trl-lib/Capybara"  # rows of "messages": "role" and "content"
 MAX_LENGTH = 2048
 MAX_STEPS = 20
 TRAINED = "fine-tuned"
@@ -31,8 +31,8 @@ class FineTune(LightningModule):
         super().__init__()
         model = AutoModelForCausalLM.from_pretrained(MODEL)
         model.gradient_checkpointing_enable()
-        adapters = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
-        self.model = get_peft_model(model, adapters).train()
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+        self.model = get_peft_model(model, lora).train()
 
     def training_step(self, batch, batch_idx):
         loss = self.model(**batch).loss
@@ -57,7 +57,7 @@ class FineTune(LightningModule):
 
     def on_save_checkpoint(self, checkpoint):
         state = checkpoint["state_dict"]
-        adapters = {name: value for name, value in state.items() if "lora_" in name}
+        adapters = {n: v for n, v in state.items() if "lora_" in n}
         checkpoint["state_dict"] = adapters
 
 
@@ -80,7 +80,8 @@ def tokenize(row, tokenizer):
             ids += prompt + answer
             labels += [-100] * len(prompt) + answer
             known = said
-    return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
+    mask = [1] * len(ids)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def main():
@@ -94,11 +95,12 @@ def main():
             fn_kwargs={"tokenizer": tokenizer},
             remove_columns=chats.column_names,
         )
-        chats = chats.filter(lambda chat: 0 < len(chat["input_ids"]) <= MAX_LENGTH)
+        chats = chats.filter(lambda one: 0 < len(one["labels"]) <= MAX_LENGTH)
         collate = DataCollatorForSeq2Seq(tokenizer)  # pads labels with -100
         return DataLoader(chats, batch_size=8, collate_fn=collate, **options)
 
     model = FineTune()
+    checkpoints = ModelCheckpoint("steps", every_n_train_steps=5, save_last=True)
     trainer = Trainer(
         strategy="odc",
         accelerator="cpu",  # or "gpu"
@@ -111,11 +113,11 @@ def main():
         limit_val_batches=4,
         num_sanity_val_steps=-1,  # evaluates before the first step, too
         log_every_n_steps=1,
-        logger=CSVLogger("logs"),  # or WandbLogger(...), TensorBoardLogger(...)
-        callbacks=[ModelCheckpoint("steps", every_n_train_steps=5, save_last=True)],
+        logger=CSVLogger("logs"),  # or WandbLogger, TensorBoardLogger
+        callbacks=[checkpoints],
     )
     train = loader("train", shuffle=True)
-    trainer.fit(model, train, loader("test"), ckpt_path="last")  # resumes if it can
+    trainer.fit(model, train, loader("test"), ckpt_path="last")  # resumes
     if trainer.is_global_zero:
         model.model.merge_and_unload().save_pretrained(TRAINED)
         tokenizer.save_pretrained(TRAINED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import time
 from itertools import pairwise
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
@@ -26,6 +27,7 @@ from lightning_odc import BalancedDataLoader, Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 from lightning_odc.callbacks.idle import sources
 from lightning_odc.callbacks.idle.measurement import StepMeter
+from lightning_odc.callbacks.idle.monitor import _add_flops
 from lightning_odc.callbacks.idle.sources import DataClock
 from lightning_odc.callbacks.idle.summary import (
     IdleCause,
@@ -333,10 +335,43 @@ def test_loggers_that_refuse_or_are_missing(caplog):
     last = monitor.last_epoch
     assert said.endswith(
         f"ranks waited {100 * last['idle/fraction_epoch']:.3g} % of the time; 0 % of the computed tokens were padding; "
-        f"{last['samples_per_second_epoch']:.4g} samples/s, {last['tokens_per_second_epoch']:.4g} tokens/s"
+        f"{last['samples_per_second_epoch']:.4g} samples/s, {last['tokens_per_second_epoch']:.4g} tokens/s, "
+        f"{last['model_flops_per_second_epoch'] / 1e12:.4g} TFLOP/s, "
+        f"{last['peak_memory_bytes_epoch'] / 1e9:.4g} GB of memory at most"
     )
     with pytest.raises(ValueError, match=r"every_n_steps=0\) cannot work. Write every_n_steps=8"):
         DeviceIdleMonitor(every_n_steps=0)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_flops_of_the_model_and_the_peak_of_memory(frozen):
+    module = Sleeper(frozen=frozen)
+    monitor = DeviceIdleMonitor()
+    fitting = trainer(1, strategy="auto", callbacks=[monitor])
+    with patch("lightning_odc.callbacks.idle.monitor.get_available_flops", lambda *_: 10**9):
+        fitting.fit(module, loader([microbatch(0.0)] * STEPS))
+    last = monitor.last_epoch
+    sizes = {True: 0, False: 0}  # of parameters that train, and of the others
+    for parameter in module.parameters():
+        sizes[parameter.requires_grad] += parameter.numel()
+    assert bool(sizes[False]) == frozen
+    flops = (6 * sizes[True] + 4 * sizes[False]) * last["tokens_per_second_epoch"]
+    assert last["model_flops_per_second_epoch"] == pytest.approx(flops)
+    assert last["model_flops_fraction_epoch"] == pytest.approx(flops / 1e9)
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert 0.5 * highest < last["peak_memory_bytes_epoch"] <= highest
+    values = {"tokens_per_second": 10.0}
+    _add_flops(SimpleNamespace(strategy=FSDPStrategy()), module, values)  # whose parameters are parts
+    assert [*values] == ["tokens_per_second"]
+
+
+def test_the_peak_of_memory_is_that_of_the_rank_that_held_most():
+    summary = IdleSummary()
+    for peaks in ((3, 5), (7, 6)):
+        summary.add([StepNumbers(1.0, peak_memory=peak) for peak in peaks])
+    values = summary.values(complete=True, per_rank=True)
+    found = {name: value for name, value in values.items() if name.startswith("peak")}
+    assert found == {"peak_memory_bytes": 7, "peak_memory_bytes_rank0": 7, "peak_memory_bytes_rank1": 6}
 
 
 class Manual(Sleeper):

@@ -32,9 +32,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FILE = "fine_tune_llm.py"
-BEGIN, END = "<|im_start|>", "<|im_end|>"
+BEGIN = "<|im_start|>"
+END = "<|im_end|>"
 TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -115,7 +116,7 @@ def train(folder: Path, file: str = FILE, succeeds: bool = True) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert (done.returncode == 0) == succeeds, done.stdout[-4000:]
     return done.stdout
@@ -160,7 +161,8 @@ def test_only_tokens_that_the_assistant_says_are_labels(folder: Path) -> None:
     tokenize = runpy.run_path(str(folder / FILE))["tokenize"]
     tokenizer = new_tokenizer()
     found = tokenize(TRAIN[2], tokenizer)
-    ids, labels = found["input_ids"], found["labels"]
+    ids = found["input_ids"]
+    labels = found["labels"]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TRAIN[2]["messages"], tokenize=False)
     assert found["attention_mask"] == [1] * len(ids)
     assert len(labels) == len(ids)

@@ -48,6 +48,7 @@ from lightning_odc.data.minibatch import (
     sample_count,
     token_count,
 )
+from lightning_odc.engine.gather_cache import CudaMemory, HostMemory, Memory
 from lightning_odc.protocol.transports.host import boot_id
 from lightning_odc.strategy.odc import ODCStrategy
 
@@ -214,9 +215,11 @@ class IdleMeasurement:
         strategy = trainer.strategy
         self._channel = Channel(trainer.world_size)
         self._stream_waits: StreamWaits | None = None
+        self._memory: Memory = HostMemory(1)
         stream = compute_stream(strategy.root_device)
         if stream is not None:
             self._stream_waits = StreamWaits(stream)
+            self._memory = CudaMemory(strategy.root_device)
         self.watch = watch_for(trainer, module, self._stream_waits, self._channel)
         self.recent = IdleSummary()  # of the steps since it was last taken
         self.epoch = IdleSummary()
@@ -274,6 +277,7 @@ class IdleMeasurement:
         self._global_step = global_step
         numbers = self._meter.end_step()
         numbers.number = global_step - 1
+        numbers.peak_memory = self._memory.peak()
         numbers.meetings = self.watch.take_meetings()
         numbers.broadcasts, self._broadcasts = self._broadcasts, []
         numbers.seen = not self.watch.samples

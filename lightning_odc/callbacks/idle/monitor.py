@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -24,7 +27,7 @@ from lightning_odc.strategy.odc import ODCStrategy
 class DeviceIdleMonitor(Callback):
     """Logs how long devices waited, for what, and how unevenly they were loaded, per optimizer step and per epoch.
 
-    At the end of each epoch it prints one line: waiting, padding, and samples and tokens per second.
+    At the end of each epoch it prints one line: waiting, padding, samples, tokens, FLOPs per second and peak memory.
 
     Values, each also with the suffix ``_epoch``; seconds are means over ranks, per optimizer step:
 
@@ -38,6 +41,11 @@ class DeviceIdleMonitor(Callback):
     - ``microbatches`` of all ranks in a step, ``samples_per_second``;
     - ``computed_tokens_per_second`` with padding; ``tokens_per_second`` without it, and ``padding/fraction``, its part
       of the computed tokens, if a mask, labels or the bounds of packed rows tell what is padding;
+    - ``peak_memory_bytes``, of the rank that has held most since it started: by torch's allocator on GPUs, else on the
+      host;
+    - per epoch, ``model_flops_per_second``: 6 per trainable parameter and real token, 4 per frozen one;
+      ``model_flops_fraction``, its part of the devices' peak in bf16, on GPUs that Lightning's ``get_available_flops``
+      knows;
     - with a `BalancedDataLoader`, by the latest step: ``memory/max_tokens``;
       ``memory/ran_out``, microbatches so far that ran out of memory.
 
@@ -125,6 +133,7 @@ class DeviceIdleMonitor(Callback):
             self._log_steps(trainer, measurement, measurement.receive(wait=True))
             epoch, measurement.epoch = measurement.epoch, IdleSummary()
             values = measurement.values(epoch, self.per_rank) | _memory_values(trainer)
+            _add_flops(trainer, pl_module, values)
             self.last_epoch = {f"{name}_epoch": value for name, value in values.items()}
             self._write(trainer, {**self.last_epoch, "epoch": trainer.current_epoch}, trainer.global_step - 1)
             where = f"epoch {trainer.current_epoch}"
@@ -200,6 +209,16 @@ class DeviceIdleMonitor(Callback):
             measurement.release(trainer)
 
 
+#: What the line of an epoch ends with: names of values, in which unit, and its name.
+_FIGURES = {
+    "samples_per_second": (1, "samples/s"),
+    "tokens_per_second": (1, "tokens/s"),
+    "model_flops_per_second": (1e12, "TFLOP/s"),
+    "model_flops_fraction": (0.01, "% of the devices' peak"),
+    "peak_memory_bytes": (1e9, "GB of memory at most"),
+}
+
+
 def _in_words(values: dict[str, float]) -> str:
     """What happened in an epoch, for people."""
     waiting = "waiting for other ranks is not measured"
@@ -208,12 +227,22 @@ def _in_words(values: dict[str, float]) -> str:
     padding = "how many tokens were padding is unknown"
     if "padding/fraction" in values:
         padding = f"{100 * values['padding/fraction']:.3g} % of the computed tokens were padding"
-    speeds = []
-    for unit in ("samples", "tokens"):
-        name = f"{unit}_per_second"
-        if name in values:
-            speeds.append(f"{values[name]:.4g} {unit}/s")
-    return f"{waiting}; {padding}; {', '.join(speeds)}"
+    figures = [f"{values[name] / one:.4g} {unit}" for name, (one, unit) in _FIGURES.items() if name in values]
+    return f"{waiting}; {padding}; {', '.join(figures)}"
+
+
+def _add_flops(trainer: pl.Trainer, module: pl.LightningModule, values: dict[str, float]) -> None:
+    """What the model computes for real tokens, without attention, and its part of what the devices can do at most."""
+    # Under FSDP1 a parameter counts what this rank has of it.
+    if "tokens_per_second" not in values or isinstance(trainer.strategy, FSDPStrategy):
+        return
+    # Multiplications and additions: two in the forward pass, two for the gradient of what goes in, two for its own.
+    per_token = sum((4 + 2 * one.requires_grad) * one.numel() for one in module.parameters())
+    flops = per_token * values["tokens_per_second"]
+    values["model_flops_per_second"] = flops
+    peak = get_available_flops(trainer.strategy.root_device, torch.bfloat16)
+    if peak:
+        values["model_flops_fraction"] = flops / (peak * trainer.world_size)
 
 
 def _memory_values(trainer: pl.Trainer) -> dict[str, float]:

@@ -57,6 +57,7 @@ class StepNumbers:
     seen: bool = True  # waiting was measured in this step; only in some, where single steps are looked at
     parts: dict[DevicePart, float] = field(default_factory=dict)  # seconds by what the device did, if known
     number: int = 0  # of the step, from the beginning of training
+    peak_memory: float = 0  # bytes that this rank has held at most so far
 
     @property
     def idle(self) -> float:
@@ -157,6 +158,7 @@ class _Totals:
             total.samples += rank.samples
             total.tokens += rank.tokens
             total.real_tokens += rank.real_tokens
+            total.peak_memory = max(total.peak_memory, rank.peak_memory)
             add_seconds(total.waits, rank.waits)
             add_seconds(total.parts, rank.parts)
 
@@ -239,6 +241,7 @@ def _of_ranks(
         "tokens_per_second": real / seconds,
         "computed_tokens_per_second": computed / seconds,
         "padding/fraction": 1 - real / (computed or UNKNOWN),
+        "peak_memory_bytes": max(rank.peak_memory for rank in whole.ranks[chosen]) or UNKNOWN,
     }
     for part in DevicePart:
         if any(part in rank.parts for rank in seen_ranks):
