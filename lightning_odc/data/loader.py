@@ -17,7 +17,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 from operator import length_hint
 from types import SimpleNamespace
 from typing import Any, Unpack
@@ -60,7 +59,7 @@ from lightning_odc.samples.lengths import (
     length_function,
 )
 from lightning_odc.samples.packing import PackingCollator
-from lightning_odc.samples.probe import Collate, Probe, look
+from lightning_odc.samples.probe import Collate, Probe, first_of_stream, look
 from lightning_odc.samples.rng import isolated_rng, seed_rng, with_own_rng
 from lightning_odc.samples.sharing import ALONE, Sharing, content_of
 from lightning_odc.words import unknown_names
@@ -182,22 +181,29 @@ class BalancedDataLoader:
         self._instead: Any = None  # another loader, whose batches are yielded
         self._has_warned = False  # of microbatches that hold other numbers of samples than planned
         self._decide: Callable[[], None] | None = None  # while it waits
-        #: How ranks share what they read, if they do; see Note [Read first, planned then].
-        self.sharing: Sharing | None = None
+        self.sharing: Sharing | None = (
+            None  # how ranks share what they read; see Note [Read first, planned then]
+        )
         check_world(num_replicas, rank)
         if self.is_stream:
             check_stream(window, lengths, self.options)
         elif window is not None and not regroup:
             raise ValueError(
-                "window=... is for an IterableDataset, or together with regroup=True; leave it out, this data set can "
-                "be indexed."
+                "window=... is for an IterableDataset, or together with regroup=True: leave it out."
             )
         elif lengths is not None:
             self.lengths  # noqa: B018 - checked now
 
     @classmethod
     def of_batches(cls, dataset: Any, *, batch_size: int, batches: int, **options: Any) -> BalancedDataLoader:
-        """One whose minibatches have so many batches of a loader of the user's own."""
+        """One whose minibatches have so many batches of a loader of the user's own.
+
+        Args:
+            dataset: That of the loader.
+            batch_size: Samples of a batch of the loader.
+            batches: Batches of a minibatch, on each rank.
+            **options: Of `BalancedDataLoader`.
+        """
         made = cls(dataset, minibatch_size=batch_size * batches, **options)
         made.options = replace(made.options, batch_size=batch_size)
         return made
@@ -265,9 +271,7 @@ class BalancedDataLoader:
         dataset = with_own_rng(self.dataset)
         with isolated_rng():
             seed_rng(self.options.seed)
-            if iter(dataset) is iter(dataset):
-                raise ValueError("the stream can be read only once")
-            first = list(islice(dataset, self.options.minibatch_size * 2))
+            first = first_of_stream(dataset, self.options.minibatch_size * 2)
             if self._length_fn is None:  # plans are made by the same
                 self._length_fn = length_function(first.__getitem__, len(first), self._unpacked)
             lengths = as_lengths([self._length_fn(sample) for sample in first])
@@ -345,9 +349,11 @@ class BalancedDataLoader:
         return find_lengths(dataset, self._given, self._length_fn, self._unpacked, sharing)
 
     def plan(self, step: int, epoch: int | None = None) -> MinibatchPlan:
-        """Who does what in minibatch number ``step`` of a map-style data set, by default in the epoch under way.
+        """Who does what in a minibatch of a map-style data set; with ``cost="auto"`` by what was measured until now.
 
-        With ``cost="auto"``: by what has been measured until now.
+        Args:
+            step: The number of the minibatch in its epoch.
+            epoch: The number of the epoch; by default the one under way.
         """
         if epoch is None:
             epoch = self.progress.latest.epoch

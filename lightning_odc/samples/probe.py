@@ -8,11 +8,11 @@ the same samples. Lengths are found before, by the same means, from samples that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,21 @@ def look(read: Callable[[int], Any], lengths: Ints, collate_fn: Collate) -> Prob
         pairs += [(kept[0], kept[-1]), (kept[0], kept[0])]
     together = {pair: seen(collate_fn, [samples[place] for place in pair]) for pair in pairs}
     return Probe(collate_fn, indices, lengths[indices], samples, alone, together)
+
+
+def first_of_stream(stream: Iterable[Any], count: int) -> list[Any]:
+    """The first samples of a stream, which yields them again to whoever reads it next.
+
+    Args:
+        stream: One that can be read several times.
+        count: The most samples.
+
+    Raises:
+        ValueError: it can be read only once.
+    """
+    if iter(stream) is iter(stream):
+        raise ValueError("the stream can be read only once")
+    return list(islice(stream, count))
 
 
 def seen(collate_fn: Collate, samples: Sequence[Any]) -> Seen:
