@@ -85,10 +85,8 @@ class BalancedDataLoader:
         cost: The cost of a sample by its length. ``"auto"`` is the cost of the model. Times that ``ODCStrategy``
             measures show how fast each rank is. Others are those of :func:`lightning_odc.balance.plan_minibatch`.
         weighting: The count of a sample in the gradient: ``"token"`` (its length), ``"next_token"`` (one less, as a
-            causal model predicts), or ``"sample"`` (one).
-            ``"label"`` counts the labels of every microbatch, ``"sum"`` is for a loss that is a sum. ``"auto"``:
-            ``ODCStrategy`` tests the loss and finds out; elsewhere labels are counted if a batch has integer ones, and
-            tokens otherwise.
+            causal model predicts), or ``"sample"`` (one). ``"label"`` counts the labels of every microbatch, ``"sum"``
+            is for a sum. ``"auto"``: a fit tests the loss; elsewhere integer labels are counted, or else tokens.
         collate_fn: Makes a microbatch of a list of samples; by default torch's ``default_collate``.
         packing: Put the samples of a microbatch into one row for a Hugging Face causal model, see `PackingCollator`.
             ``ODCStrategy`` checks before that the model keeps them apart.
