@@ -36,6 +36,7 @@ quiet()
 
 # %%
 import random
+import time
 
 import numpy as np
 from lightning.pytorch import Trainer
@@ -398,8 +399,8 @@ show(
 # the list of which rank does what is in the windows, too. The gradient stays the same, since a microbatch keeps its
 # weight wherever it runs.
 #
-# Now we really train: two processes, and rank 1 computes three times slower (it sleeps after each pass). We try three
-# ways. The timelines show the last two of four minibatches.
+# Now we really train: two processes, and rank 1 computes three times slower (it sleeps after each forward pass). We try
+# three ways. The timelines show the last two of eight minibatches.
 
 # %%
 corpus = read_corpus(max_length=1024)
@@ -407,8 +408,12 @@ samples = [encode(sample) for sample in corpus.samples]
 
 
 class OneSlowRank(CausalModel):
-    def on_train_start(self):
-        self.slowness = 3.0 if self.global_rank == 1 else 1.0
+    def training_step(self, *batch):
+        begin = time.monotonic()
+        loss = super().training_step(*batch)
+        if self.global_rank == 1:  # forward and backward take three times as long
+            time.sleep(6 * (time.monotonic() - begin))
+        return loss
 
 
 def train(name, policy, cost):
@@ -427,8 +432,8 @@ def train(name, policy, cost):
         strategy=ODCStrategy(),
         accelerator="cpu",
         devices=2,
-        max_steps=4,
-        callbacks=[TimelineRecorder(f"runs/{name}", steps=range(2, 4))],
+        max_steps=8,
+        callbacks=[TimelineRecorder(f"runs/{name}", steps=range(6, 8))],
         **QUIET,
     )
     trainer.fit(OneSlowRank(byte_llama(2, 256, 1024), seed=0), loader)
