@@ -245,8 +245,8 @@ def with_speeds(
     """``cost`` on ranks of these relative speeds: ``with_speeds("quadratic", [1, 1, 1, 0.67])``.
 
     Args:
-        cost: Of a rank with the speed 1, see `plan_minibatch`.
-        speeds: By rank, relative to each other.
+        cost: The cost on a rank with the speed 1, see `plan_minibatch`.
+        speeds: The speed of each rank, relative to the others.
 
     Raises:
         ValueError: a speed is not positive and finite, or ``cost`` is unknown.

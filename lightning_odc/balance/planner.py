@@ -137,8 +137,8 @@ def epoch_order(num_samples: Index, seed: Index, epoch: Index) -> Ints:
 
     Args:
         num_samples: ``n``.
-        seed: At least 0.
-        epoch: At least 0. Another one has another order.
+        seed: A number, at least 0.
+        epoch: A number, at least 0. Another epoch has another order.
 
     Raises:
         ValueError: ``seed`` or ``epoch`` is negative.

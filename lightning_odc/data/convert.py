@@ -30,10 +30,10 @@ def balanced_from(
 
     Args:
         dataloader: A loader of torch; a `BalancedDataLoader` is returned as it is.
-        batches: Of the loader in a minibatch.
-        seed: Of the order of samples; by default the loader's.
+        batches: Batches of the loader in a minibatch.
+        seed: The seed of the order of samples; by default the loader's.
         distributed_sampler: ``"replace"`` one that Lightning has put in, or ``"refuse"`` it.
-        **options: Of `BalancedDataLoader`, instead of the loader's own.
+        **options: Options of `BalancedDataLoader`, instead of the loader's own.
     """
     if isinstance(dataloader, BalancedDataLoader):
         return dataloader

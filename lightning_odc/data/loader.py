@@ -197,10 +197,10 @@ class BalancedDataLoader:
         """One whose minibatches have so many batches of a loader of the user's own.
 
         Args:
-            dataset: That of the loader.
+            dataset: The loader's.
             batch_size: Samples of a batch of the loader.
             batches: Batches of a minibatch, on each rank.
-            **options: Of `BalancedDataLoader`.
+            **options: Options of `BalancedDataLoader`.
         """
         made = cls(dataset, minibatch_size=batch_size * batches, **options)
         made.options = replace(made.options, batch_size=batch_size)

@@ -201,9 +201,9 @@ class GatherCache:
         """Look after these units.
 
         Args:
-            units: In the order of the model.
-            comms: By unit, what gathers it.
-            sums: By unit, of its gradients.
+            units: The units, in the order of the model.
+            comms: What gathers each unit.
+            sums: The sums of each unit's gradients.
             free: Frees what these units have gathered.
         """
         self._free = free

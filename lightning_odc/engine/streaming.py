@@ -23,9 +23,9 @@ def stream(
     """Name and whole tensor of parameters, in the order of the units. See `Engine.parameters`.
 
     Args:
-        units: In the order of the model.
+        units: The units, in the order of the model.
         protocol: It has been opened.
-        names: Of the parameters that are wanted.
+        names: The names of the parameters that are wanted.
         thread: The number of the thread that trains.
     """
     version = protocol.version

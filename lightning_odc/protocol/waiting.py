@@ -78,7 +78,7 @@ class Waiter(Traced):
 
         Args:
             ready: Whether it is so.
-            cause: Of idle time; ``None`` for the own device, which is work.
+            cause: The cause of idle time; ``None`` for the own device, which is work.
             what: Returns what this rank waits for, for messages.
             peer: The rank of the job that is waited for, for traces.
             check: Raises if this wait can never end.
@@ -92,7 +92,7 @@ class Waiter(Traced):
         """Enter the time inside as a wait, as `until` does; for a rank in a collective, which has its own end.
 
         Args:
-            cause: Of idle time; ``None`` for the own device, which is work.
+            cause: The cause of idle time; ``None`` for the own device, which is work.
             what: Returns what this rank waits for, for messages.
             peer: The rank of the job that is waited for, for traces.
         """

@@ -77,7 +77,7 @@ def contribution(
 
     Args:
         output: What it returned.
-        weight: Of the microbatch.
+        weight: The weight of the microbatch.
         weight_kind: What the weight counts.
         labels: How many labels count, on the device; ``None`` if they are not counted.
         is_split: The microbatch is a part of one: weight 0 then says nothing of items and labels.

@@ -168,7 +168,7 @@ def load(
         model: What gets the shards.
         optimizers: None if their states are not needed.
         strict: Whether all names must be the model's.
-        weights_only: As in ``torch.load``.
+        weights_only: The argument of ``torch.load``.
         checkpoint_io: What reads full checkpoints.
     """
     if isinstance(path, Path) and not path.exists() and _beside(path, "before").exists():

@@ -65,7 +65,7 @@ def watch_for(
         trainer: It has been set up.
         module: What it trains.
         waits: Those of a device that runs ahead of its host.
-        channel: By which ranks agree; needed with ``waits``.
+        channel: What ranks agree by; needed with ``waits``.
     """
     strategy = trainer.strategy
     if trainer.world_size == 1:

@@ -34,10 +34,10 @@ def make_transport(
     """A fresh, unopened transport for ranks on such devices.
 
     Args:
-        device: Of this rank.
-        rank: In the group.
+        device: The device of this rank.
+        rank: The rank in the group.
         world_size: Ranks of the group.
-        rendezvous: Of the group.
+        rendezvous: What all ranks of the group exchange items by.
         group: The process group.
         job_ranks: The group's ranks in the job, for messages, where it is a part of it.
     """

@@ -224,7 +224,7 @@ class Transport(ABC):
 
         Args:
             accumulator: A view from `accumulator`, or a part of it.
-            values: Of the same shape, in any floating dtype.
+            values: Numbers of the same shape, in any floating dtype.
         """
         assert self.needs_locks, "this transport adds by rows"
         accumulator.add_(values)
@@ -294,7 +294,7 @@ class Transport(ABC):
 
         Args:
             box: The number of a mailbox.
-            message: At most as long as a mailbox, see `WindowSpec`.
+            message: Bytes, at most as many as a mailbox holds, see `WindowSpec`.
         """
 
     @abstractmethod

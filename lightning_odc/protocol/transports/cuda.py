@@ -305,8 +305,8 @@ class SymmetricDevice:
 
         Args:
             offset: The byte of each window at which its row is added.
-            dtype: In which windows hold sums.
-            rows: Of any floating dtype, ``[world_size, numel]``, each row contiguous.
+            dtype: The dtype in which windows hold sums.
+            rows: Numbers of any floating dtype, ``[world_size, numel]``, each row contiguous.
         """
         own = self._handle.rank
         if self._addresses is not None and self._has_kernel:

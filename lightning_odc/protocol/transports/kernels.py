@@ -99,7 +99,7 @@ def add_rows(
         windows: Addresses, by rank: 1-D, int64, in this device's memory; multiples of 64.
         offset: The byte of each window at which its row is added.
         dtype: One of `ATOMIC_DTYPES`, in which windows hold sums.
-        rows: Of any floating dtype, ``[len(windows), numel]``, each row contiguous.
+        rows: Numbers of any floating dtype, ``[len(windows), numel]``, each row contiguous.
         first: The rank whose row comes first, before those of the ranks behind it.
         launch: The shape of the launch.
     """
