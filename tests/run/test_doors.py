@@ -245,7 +245,7 @@ def is_slow(model: Model, rank: int) -> None:
 
 
 def is_slower(model: Model, rank: int) -> None:
-    model.pause = 0.03 if rank == 1 else 0.01
+    model.pause = 0.04 if rank == 1 else 0.005
 
 
 def couples_later(model: Model, rank: int, step: int) -> None:
