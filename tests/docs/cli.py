@@ -36,8 +36,8 @@ The experiments behind other figures of this documentation are in `benchmarks/` 
 _ESTIMATE = """
 `advise` estimates memory from the sizes of a model. `python -m benchmarks.activations` compares that with the
 peaks of two CPU ranks (fp32, random weights, microbatches of 512 and 2,048 tokens; at `3da6af8f`, 2026-11-29).
-The error is estimate / measured - 1. It has not been measured on GPUs. Where it is too low, [the allocator keeps](data/memory.md#the-estimate-of-advise)
-what was freed.
+The error is estimate / measured - 1. It has not been measured on GPUs.
+Where it is too low, [the allocator keeps](data/memory.md#the-estimate-of-advise) what was freed.
 
 | model | 512 | 512, checkpointed | 2,048 | 2,048, checkpointed |
 |---|---|---|---|---|
