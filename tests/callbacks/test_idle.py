@@ -343,6 +343,21 @@ def test_loggers_that_refuse_or_are_missing(caplog):
         DeviceIdleMonitor(every_n_steps=0)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("sharding_strategy", ["NO_SHARD", "FULL_SHARD"])
+def test_flops_of_a_model_are_those_of_all_its_parameters(rank, sharding_strategy):
+    module = Sleeper()
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    monitor = DeviceIdleMonitor()
+    fitting = trainer(2, callbacks=[monitor], sharding_strategy=sharding_strategy)
+    fitting.fit(module, loader([microbatch(0.0)] * STEPS))
+    last = monitor.last_epoch
+    if rank == 0:
+        assert last["model_flops_per_second_epoch"] == pytest.approx(
+            6 * numel * last["tokens_per_second_epoch"]
+        )
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_flops_of_the_model_and_the_peak_of_memory(frozen):
     module = Sleeper(frozen=frozen)

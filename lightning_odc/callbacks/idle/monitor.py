@@ -233,14 +233,16 @@ def _in_words(values: dict[str, float]) -> str:
 
 def _add_flops(trainer: pl.Trainer, module: pl.LightningModule, values: dict[str, float]) -> None:
     """What the model computes for real tokens, without attention, and its part of what the devices can do at most."""
-    # Under FSDP1 a parameter counts what this rank has of it.
-    if "tokens_per_second" not in values or isinstance(trainer.strategy, FSDPStrategy):
+    strategy = trainer.strategy
+    if isinstance(strategy, FSDPStrategy) and not isinstance(strategy, ODCStrategy):
+        return  # of FSDP1: a parameter counts what this rank has of it
+    if "tokens_per_second" not in values:
         return
     # Multiplications and additions: two in the forward pass, two for the gradient of what goes in, two for its own.
     per_token = sum((4 + 2 * one.requires_grad) * one.numel() for one in module.parameters())
     flops = per_token * values["tokens_per_second"]
     values["model_flops_per_second"] = flops
-    peak = get_available_flops(trainer.strategy.root_device, torch.bfloat16)
+    peak = get_available_flops(strategy.root_device, torch.bfloat16)
     if peak:
         values["model_flops_fraction"] = flops / (peak * trainer.world_size)
 
