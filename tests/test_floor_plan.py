@@ -24,7 +24,7 @@ FILES = {
 NODES = {
     "": 10674,
     "balance": 7789,
-    "callbacks": 9379,
+    "callbacks": 9389,
     "data": 10546,
     "engine": 13522,
     "huggingface": 2558,
@@ -37,7 +37,7 @@ NODES = {
     "trial": 5545,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 113496
+MOST_NODES = 113506
 MOST_NODES_OF_BENCHMARKS = 57160
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "benchmarks": 8.5}
