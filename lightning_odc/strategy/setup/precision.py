@@ -9,7 +9,9 @@ backward pass, and so is the denominator of Note [Who divides]. Dividing by a po
 
 Gradients of all ranks are added up, so all ranks need the same unit. They agree on it once, in the first step that has
 weights. Each rank says the weight of its first microbatches when it comes to its first backward pass, or to the settle
-if it had none. The unit is saved with the loss scale, which depends on it. bf16 has the range of fp32: its unit is 1.
+if it had none. Until there is a unit, ranks exchange their weights in every step: one that had no batch does not know
+whether others have weights. The unit is saved with the loss scale, which depends on it. bf16 has the range of fp32: its
+unit is 1.
 """
 
 from __future__ import annotations
