@@ -250,7 +250,7 @@ class Meeting:
     left: int  # it had the result
 
 
-class GroupWatch(Watch, _compat.TorchDispatchMode):  # type: ignore[misc]
+class GroupWatch(Watch, _compat.TorchDispatchMode):
     """``ODCStrategy`` with groups, on CPUs: the engine counts waits between groups, and operators show those within."""
 
     # A rank has come when it begins a collective. It waits in ``wait_tensor``, which may be later; of the functions of
@@ -349,7 +349,7 @@ class ShardedWatch(Watch):
             module.set_custom_all_gather(cast(Any, TimedComm(gather, self._meet)))
             module.set_custom_reduce_scatter(cast(Any, TimedComm(reduce_scatter, self._meet)))
             self._originals.append((module, gather, reduce_scatter))
-        self.complete = self.complete and bool(self._originals)
+        self.complete &= bool(self._originals)
 
     def release(self) -> None:
         for module, gather, reduce_scatter in self._originals:
