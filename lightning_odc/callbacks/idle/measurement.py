@@ -243,15 +243,11 @@ class IdleMeasurement:
         loop.profiler = self._data
         self._calls: list[RemovableHandle] = []  # without them, a Lightning batch is a microbatch
         if isinstance(strategy, ODCStrategy):
-            assert strategy.model is not None
             self._calls = on_outermost_calls(
                 strategy.model, lambda batch: self._meter.count(batch, strategy.facts_of(batch))
             )
-        clock = None
-        if _on_cpu(strategy):
-            clock = boot_id()
-        clocks = set(self._channel.agree(clock))
-        self._common_clock = len(clocks) == 1 and clock is not None
+        clocks = set(self._channel.agree(boot_id()))
+        self._common_clock = len(clocks) == 1 and _on_cpu(strategy)
 
     @property
     def complete(self) -> bool:
@@ -314,8 +310,7 @@ class IdleMeasurement:
         while self._sent and (wait or self._sent[0].done()):
             by_rank = self._sent.popleft().result()
             for ranks in zip(*by_rank, strict=True):
-                possible = resolve(ranks, self._common_clock, self._group_size)
-                self._comparable = self._comparable and possible
+                self._comparable &= resolve(ranks, self._common_clock, self._group_size)
                 self.recent.add(ranks)
                 self.epoch.add(ranks)
                 yield ranks[0].number

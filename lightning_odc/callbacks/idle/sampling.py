@@ -110,15 +110,12 @@ def transfers(by_rank: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[
 def waited(records: Sequence[KernelRecord], window: range, transfer: Mapping[str, Sequence[int]]) -> float:
     """Seconds of a window in which this device was idle inside collectives. See Note [Waiting inside a kernel]."""
     left = {name: iter(of_name) for name, of_name in transfer.items()}
-    own = []
-    waits = []
+    before_transfers: list[KernelRecord] = []
     for record in records:
         if record.is_collective:
-            moving = next(left[record.name])
-            waits.append(record._replace(end=record.end - moving))
-        else:
-            own.append(record)
-    return _covered([*own, *waits], window) - _covered(own, window)
+            record = record._replace(end=record.end - next(left[record.name]))
+        before_transfers.append(record)
+    return parts_of(before_transfers, window)[DevicePart.COLLECTIVE]
 
 
 def _covered(records: Iterable[KernelRecord], window: range) -> float:

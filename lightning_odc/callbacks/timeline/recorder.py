@@ -70,7 +70,6 @@ class TimelineRecorder(Callback):
         engine = None
         called: nn.Module = pl_module  # its call is a microbatch
         if isinstance(strategy, ODCStrategy):
-            assert strategy.model is not None
             waiting_seen |= strategy.communication != "collective"
             engine = strategy.engine
             called = strategy.model
