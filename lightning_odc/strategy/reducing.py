@@ -33,11 +33,16 @@ class ReducingStrategy(ShardedStrategy):
     _training: Training | None = None
     _failed = False
 
+    @property
+    def _training_now(self) -> Training:
+        """What runs training steps."""
+        assert self._training is not None, "there are steps only in `fit`"
+        return self._training
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """As under DDP: gradients of backward passes in this context wait for the next one outside of it."""
-        training = self._training
-        assert training is not None, "there is a backward pass only in `fit`"
+        training = self._training_now
         training.blocks_sync = True
         try:
             yield
@@ -67,21 +72,12 @@ class ReducingStrategy(ShardedStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - of Lightning
         """Whether all ranks decide so, or any: all of them, also where `reduce` is over groups."""
-        if self._group_of_values is None:
-            return super().reduce_boolean_decision(decision, all)
+        everybody = self._group_of_values and dist.group.WORLD
         count = torch.tensor(int(decision), device=self.root_device)
-        agreed = int(self.reduce(count, dist.group.WORLD, "sum"))
+        agreed = int(self.reduce(count, everybody, "sum"))
         if all:
             return agreed == self.world_size
         return agreed > 0
-
-    @property
-    def _group_of_values(self) -> dist.ProcessGroup | None:
-        """The ranks over which values are reduced: one of every tensor-parallel group, since all have the same."""
-        mesh = self._groups.data_parallel
-        if mesh is None:
-            return None
-        return mesh.get_group()
 
     def all_gather(
         self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False

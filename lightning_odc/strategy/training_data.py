@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from operator import length_hint
-from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -29,9 +28,8 @@ from lightning_odc.strategy.step import Training
 
 @dataclass(frozen=True)
 class _Converted:
-    """A loader of the user's that was balanced."""
+    """A loader of the user's that was balanced in this epoch."""
 
-    epoch: int  # in which it was
     balanced: BalancedDataLoader
     original: object
 
@@ -40,12 +38,11 @@ class TrainingData:
     """Makes the training loaders of one fit, and what the trainer counts in them. A session decides the rest."""
 
     def __init__(self, strategy: ShardedStrategy) -> None:
-        assert strategy.lightning_module is not None
         self.session = Session()
-        self.accumulation = Accumulation(strategy.lightning_module.trainer)  # what is folded into minibatches
+        self.accumulation = Accumulation(strategy._module.trainer)  # what is folded into minibatches
         self.training: Training | None = None  # from `set_up` on
-        self._module = strategy.lightning_module
-        self._trainer = strategy.lightning_module.trainer
+        self._module = strategy._module
+        self._trainer = strategy._module.trainer
         self._strategy = strategy
         self._options = strategy.options
         self._watch: RemovableHandle | None = None
@@ -73,6 +70,8 @@ class TrainingData:
         self.session.loader = None
         is_alone = self._epoch != self._trainer.current_epoch
         self._epoch = self._trainer.current_epoch
+        if is_alone:
+            self._converted = None
         loader = dataloader
         if self._options.balance is not None and not decisions.yields_minibatches(dataloader):
             loader = self._balanced(dataloader)
@@ -82,7 +81,7 @@ class TrainingData:
         if self._world_size > 1:
             self._options.check_policy(loader.options.policy)
         if loader is not dataloader:
-            self._converted = _Converted(self._trainer.current_epoch, loader, dataloader)
+            self._converted = _Converted(loader, dataloader)
         self.session.loader = loader
         loader.minibatches_per_step = self._trainer.accumulate_grad_batches
         loader.wait_for(self._before_pass)
@@ -101,16 +100,11 @@ class TrainingData:
         self._stand_aside()
         engine = uneven_engine(self._strategy)
         module = self._module
-        trainer: Any = self._trainer
         reads_itself = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
         if engine is None or not is_alone or not module.automatic_optimization or reads_itself:
             return loader
         together = for_training(
-            engine,
-            loader,
-            talks=lambda: self.training is not None and self.training.talks,
-            ahead=lambda: int(trainer.accumulate_grad_batches),
-            may_change=trainer.reload_dataloaders_every_n_epochs > 0,
+            engine, loader, self._trainer, talks=lambda: self.training is not None and self.training.talks
         )
         if isinstance(together, EndsTogether):
             self._together = together
@@ -180,7 +174,7 @@ class TrainingData:
     def _why_not(self, dataloader: object) -> str:
         """Why ``"auto"`` leaves a loader alone, before it tries to convert it; empty if it does not."""
         before = self._converted
-        if before is not None and before.epoch == self._trainer.current_epoch:
+        if before is not None:
             before.balanced.stand_aside(before.original)
             return (
                 "one plan cannot cover several loaders. Write one, "

@@ -189,7 +189,6 @@ def _outcome(trainer: Trainer, result: object) -> Outcome:
     """What a notebook gets from a rank. All ranks together, since weights are sharded."""
     weights = {}
     if trainer.state.fn == TrainerFn.FITTING:
-        assert trainer.lightning_module is not None
         weights = model_state(trainer.lightning_module, full=True)
     outcome = Outcome(
         result,
@@ -219,7 +218,6 @@ def _take_over(trainer: Trainer, outcome: Outcome) -> None:
             callback.dirpath = state["dirpath"]
         callback.load_state_dict(state)
     module = trainer.lightning_module
-    assert module is not None
     on_meta = any(parameter.is_meta for parameter in module.parameters())
     unknown = module.load_state_dict(outcome.weights, strict=False, assign=on_meta).unexpected_keys
     if unknown:
