@@ -185,10 +185,7 @@ def on_outermost_calls(module: nn.Module, seen: Callable[[Any], None]) -> list[R
         nonlocal depth
         depth += 1
         if depth == 1:
-            batch = None
-            if inputs:
-                batch = inputs[0]
-            seen(batch)
+            seen(next(iter(inputs), None))
 
     def leave(*_: object) -> None:
         nonlocal depth
