@@ -36,6 +36,8 @@ MODES: dict[str, dict[str, Any]] = {
     "balanced": {},
 }
 """Arguments of the strategy in every mode, beside those that all have."""
+Runs = dict[str, list[dict[str, float]]]
+"""Seconds per minibatch, idle part and loss of every run, by mode."""
 LOSS_TOLERANCE = 1e-5
 """Relative difference up to which losses agree. Modes add the same gradients in different orders."""
 SAMPLES_PER_RANK = 8
@@ -165,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")  # hints for the reader of a training script
     samples = [encode(text) for text in read_texts(options.max_length)]
-    runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    runs: Runs = {mode: [] for mode in MODES}
     timelines = {}
     for repetition in range(options.repetitions):
         for mode, own in runs.items():
@@ -184,7 +186,7 @@ def run(options: argparse.Namespace) -> int:
     return report(runs, options)
 
 
-def report(runs: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> int:
+def report(runs: Runs, options: argparse.Namespace) -> int:
     """Print what was measured; returns 1 if losses differ."""
     print(f"{'':12}samples/s   idle  speed-up of each repetition")
     for mode, own in runs.items():

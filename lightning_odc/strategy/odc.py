@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import partial, partialmethod
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -220,7 +220,7 @@ class ODCStrategy(ReducingStrategy):
 
     # -- setting up and tearing down ----------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self._failed = False
         self._before_transfer = self._on_teardown.enter_context(
@@ -315,7 +315,7 @@ class ODCStrategy(ReducingStrategy):
         self,
         optimizer: Optimizer,
         closure: Callable[[], object],
-        model: pl.LightningModule | nn.Module | None = None,
+        model: LightningModule | nn.Module | None = None,
         **kwargs: object,
     ) -> object:
         training = self._training_now

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
+from torch.cuda import Event as CudaEvent
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.callbacks.idle.channels import Channel
@@ -36,6 +36,7 @@ from lightning_odc.callbacks.idle.summary import (
     UNKNOWN,
     IdleCause,
     IdleSummary,
+    Logged,
     StepNumbers,
     add_seconds,
     resolve,
@@ -54,8 +55,8 @@ from lightning_odc.strategy.odc import ODCStrategy
 
 
 def watch_for(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
+    trainer: Trainer,
+    module: LightningModule,
     waits: StreamWaits | None,
     channel: Channel | None = None,
 ) -> Watch:
@@ -202,13 +203,13 @@ class _Step:
 
     numbers: StepNumbers
     waits: list[StreamWait]  # of its host, on the stream of the device
-    passed: torch.cuda.Event | None  # the end of the step on that stream
+    passed: CudaEvent | None  # the end of the step on that stream
 
 
 class IdleMeasurement:
     """Measures steps on this rank and learns every other rank's. Begin it on all ranks together."""
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, interval: int) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, interval: int) -> None:
         strategy = trainer.strategy
         self._channel = Channel(trainer.world_size)
         self._stream_waits: StreamWaits | None = None
@@ -312,7 +313,7 @@ class IdleMeasurement:
                 self.epoch.add(ranks)
                 yield ranks[0].number
 
-    def release(self, trainer: pl.Trainer) -> None:
+    def release(self, trainer: Trainer) -> None:
         """Leave everything as it was found."""
         self._data.remove(trainer)
         self.watch.release()
@@ -320,7 +321,7 @@ class IdleMeasurement:
         for handle in self._calls:
             handle.remove()
 
-    def values(self, summary: IdleSummary, per_rank: bool) -> dict[str, float]:
+    def values(self, summary: IdleSummary, per_rank: bool) -> Logged:
         """What `recent` or `epoch` amounts to."""
         return summary.values(self.complete, per_rank, self._group_size)
 

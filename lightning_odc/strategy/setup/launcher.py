@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torch.multiprocessing import (  # type: ignore[attr-defined]  # they are no
 
 from lightning_odc import _compat_lightning, host_memory
 from lightning_odc.errors import PeerFailedError
-from lightning_odc.sharding.checkpoints import model_state
+from lightning_odc.sharding.checkpoints import State, model_state
 from lightning_odc.strategy.setup.starting import LightningStrategy
 
 #: Seconds that ranks have to end by themselves after one has failed, and again after they were told to.
@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
     state: TrainerState
     progress: dict[str, object]
     metrics: dict[str, dict[str, object]]  # by the name of the trainer's attribute
-    callbacks: dict[str, dict[str, Any]]
+    callbacks: dict[str, State]
     weights: dict[str, object]  # that were trained
 
 

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from lightning_odc import _compat_lightning
 from lightning_odc.engine.unit_calls import tensors_in
 from lightning_odc.engine.values import parameters_and_buffers
+from lightning_odc.sharding.checkpoints import State
 from lightning_odc.sharding.stepping import clip
 from lightning_odc.sharding.wrapping import precision_policy
 
@@ -227,13 +228,13 @@ class ODCPrecision(FSDPPrecision):
         """Clip by the norm over all ranks: sharded gradients know that they are parts of a whole."""
         self.gradient_norm = clip(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         state = super().state_dict()
         if self.weight_unit is not None:
             state[_WEIGHT_UNIT] = self.weight_unit
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         scaling = dict(state_dict)
         self.weight_unit = scaling.pop(_WEIGHT_UNIT, None)
         if scaling:  # not after `16-true`, which scales nothing

@@ -19,12 +19,13 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_odc.data.position import Position
+from lightning_odc.sharding.checkpoints import State
 
 #: Where a checkpoint has the place of a balanced loader: Lightning's own place for it ends other strategies.
 _PLACE = "odc_loader"
 
 
-def keep_place_apart(checkpoint: dict[str, Any]) -> None:
+def keep_place_apart(checkpoint: State) -> None:
     """Let other strategies load a checkpoint of the middle of an epoch, too: their loaders have no such state."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     places = loop.get("combined_loader", [])
@@ -32,7 +33,7 @@ def keep_place_apart(checkpoint: dict[str, Any]) -> None:
         checkpoint[_PLACE] = loop.pop("combined_loader")
 
 
-def put_place_back(checkpoint: dict[str, Any]) -> bool:
+def put_place_back(checkpoint: State) -> bool:
     """Let Lightning load the place of a balanced loader; returns whether there is one."""
     keep_place_apart(checkpoint)
     places = checkpoint.pop(_PLACE, [])

@@ -9,10 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -31,7 +31,7 @@ from lightning_odc.data.convert import only
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.engine.values import give_first_values, parameters_and_buffers, send_values
 from lightning_odc.sharding import checkpoints, nodes
-from lightning_odc.sharding.checkpoints import WholeCheckpointIO
+from lightning_odc.sharding.checkpoints import State, WholeCheckpointIO
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT
 from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import ParameterNames, make_states_whole, put_in_place, regroup
@@ -133,7 +133,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         return plugin
 
     @property
-    def _module(self) -> pl.LightningModule:
+    def _module(self) -> LightningModule:
         """What the trainer runs now."""
         module = self.lightning_module
         assert module is not None
@@ -177,7 +177,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         if self._launcher is None:
             super()._configure_launcher()
 
-    def _set_device_mesh(self, module: pl.LightningModule) -> None:
+    def _set_device_mesh(self, module: LightningModule) -> None:
         """Give the module the mesh that it may ask for in ``configure_model``."""
         whole = self._groups.mesh
         if whole is None:
@@ -299,7 +299,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             self.model.to(host)
         self._names = ParameterNames()
 
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+    def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         # Optimizers may have been made before the model was sharded, as in `__init__`.
         self._names.follow(self.model, self.optimizers)
@@ -310,7 +310,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self._has_place = False
 
     @torch.no_grad()
-    def _setup_averages(self, trainer: pl.Trainer) -> None:
+    def _setup_averages(self, trainer: Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
         averages = [] if self.is_whole else checkpoints.averages(trainer)
         if averages and not self._full:
@@ -365,19 +365,19 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def _full(self) -> bool:
         return self.state_dict_type == "full"
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> State:
         if self.is_whole:
             return self._module.state_dict()
         with self._ordinary_tensors():
             return checkpoints.model_state(self._module, self._full)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> State:
         if self.is_whole:
             return Strategy.optimizer_state(self, optimizer)
         return checkpoints.optimizer_state(self.model, optimizer, self._full)
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None
+        self, checkpoint: State, filepath: str | Path, storage_options: object = None
     ) -> None:
         if storage_options is not None and not self._full:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
@@ -412,9 +412,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return True
 
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> State:
         """Read a full or a sharded checkpoint; the model's shards, and while training all of it, are loaded at once."""
         if weights_only is None:
             weights_only = _compat_lightning.asked_weights_only(checkpoint_path)
