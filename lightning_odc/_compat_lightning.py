@@ -186,8 +186,7 @@ def count_batch_once(trainer: Trainer) -> None:
     """Let values that hooks log about the current batch weigh 1, unless they say ``batch_size=``."""
     # Why: Lightning would look for the first tensor in the batch, and an empty `Minibatch` has none.
     results: Any = trainer._results
-    if results is not None:
-        results.batch_size = 1
+    results.batch_size = 1
 
 
 @contextmanager

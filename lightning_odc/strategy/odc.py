@@ -445,23 +445,23 @@ class ODCStrategy(ReducingStrategy):
         if self.options.group_size > 1 and isinstance(dataloader, BalancedDataLoader):
             shared = self.distributed_sampler_kwargs
             dataloader.world = shared["num_replicas"], shared["rank"]
-        module = self.lightning_module
-        if module is None or not module.trainer.training:
+        trainer = self._module.trainer
+        if not trainer.training:
             return for_evaluation(self, dataloader)
         loader: object = self._data.process(dataloader)
         # The place of a balanced loader is not to be loaded into another one.
         if self._has_place and not isinstance(loader, BalancedDataLoader):
-            _compat_lightning.forget_loader_states(module.trainer)
+            _compat_lightning.forget_loader_states(trainer)
         return loader
 
     def batch_to_device(
         self, batch: object, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> object:
         transfer = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
-        module = self.lightning_module
+        trainer = self._module.trainer
         loaders: object = None
-        if module is not None and module.trainer.training:
-            loaders = module.trainer.train_dataloader
+        if trainer.training:
+            loaders = trainer.train_dataloader
         minibatch = batch if only(loaders) is loaders else only(batch)
         if not isinstance(minibatch, Minibatch):
             try:
@@ -474,8 +474,9 @@ class ODCStrategy(ReducingStrategy):
 
         moved = minibatch.map(move)
         if moved.all_ranks is not None:
-            convert = self.precision_plugin.convert_input
-            moved.all_ranks = moved.all_ranks.map(lambda microbatch: move(convert(microbatch)))
+            moved.all_ranks = moved.all_ranks.map(
+                lambda microbatch: move(self.precision_plugin.convert_input(microbatch))
+            )
         return moved
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:

@@ -14,7 +14,6 @@ from lightning_odc.data.convert import ChosenSamplesError, balanced_from
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import causal_model
 from lightning_odc.data.reader import is_stream
-from lightning_odc.engine.base import Engine
 from lightning_odc.run.session import Session, choose_policy, compare, share_reading
 from lightning_odc.samples.lengths import LengthsUnknownError
 from lightning_odc.strategy import decisions, model_facts
@@ -51,11 +50,6 @@ class TrainingData:
         self._epoch = -1  # in which a loader came last
         # How many share the data: ranks, or groups of them that compute one sample together.
         self._world_size: int = strategy.distributed_sampler_kwargs["num_replicas"]
-
-    @property
-    def _engine(self) -> Engine | None:
-        """What lets ranks talk to each other; ``None`` where ``setup()`` asks for the data."""
-        return None if self._strategy._attached is None else self._strategy.engine
 
     # -- from Lightning's hooks ---------------------------------------------------------------------------
 
@@ -99,9 +93,10 @@ class TrainingData:
         """A loader that is not balanced, but ends on all ranks together; see Note [Ranks run out]."""
         self._stand_aside()
         engine = uneven_engine(self._strategy)
-        module = self._module
-        reads_itself = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-        if engine is None or not is_alone or not module.automatic_optimization or reads_itself:
+        reads_itself = is_param_in_hook_signature(
+            self._module.training_step, "dataloader_iter", explicit=True
+        )
+        if engine is None or not is_alone or not self._module.automatic_optimization or reads_itself:
             return loader
         together = for_training(
             engine, loader, self._trainer, talks=lambda: self.training is not None and self.training.talks
@@ -180,9 +175,7 @@ class TrainingData:
                 "one plan cannot cover several loaders. Write one, "
                 "DataLoader(torch.utils.data.ConcatDataset([a, b]), batch_size=8)."
             )
-        return decisions.reason_against(
-            dataloader, self._options, self._module, self._engine, self._world_size
-        )
+        return decisions.reason_against(dataloader, self._strategy, self._world_size)
 
     def _convert(self, dataloader: object) -> BalancedDataLoader:
         options = self._options

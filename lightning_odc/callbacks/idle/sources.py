@@ -193,7 +193,6 @@ class GradientWatch(Watch):
     def release(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
     def _enter(self, *_: object) -> None:
         self._entered = self._moment()

@@ -69,10 +69,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         device_mesh: tuple[int, int] | DeviceMesh | None,
         **of_fsdp: Any,
     ) -> None:
-        of_shards = []
-        if of_fsdp["auto_wrap_policy"] is not None:
-            of_shards.append("auto_wrap_policy")
-        of_shards += [one for one in ("cpu_offload", "mixed_precision") if of_fsdp[one]]
+        names = ("auto_wrap_policy", "cpu_offload", "mixed_precision")
+        of_shards = [name for name in names if of_fsdp[name] not in (None, False)]
         if state_dict_type == "sharded":
             of_shards.append('state_dict_type="sharded"')
         name = options.check_sharding(sharding_strategy, device_mesh, self.options.group_size, of_shards)
@@ -135,9 +133,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     @property
     def _module(self) -> LightningModule:
         """What the trainer runs now."""
-        module = self.lightning_module
-        assert module is not None
-        return module
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     def _device_type(self) -> str:
         if self.parallel_devices:
@@ -427,7 +424,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
                 self.load_model_state_dict(rest, strict)
                 self.load_optimizer_state_dict(rest)
             self._has_place = put_place_back(rest)
-            self._owes_schedulers = agree_with_loader(rest)
+            self._owes_schedulers = self._has_place and agree_with_loader(rest)
             self.publish_parameters()
         return rest
 
@@ -461,12 +458,11 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
                 f"Checkpoints will not hold the hyperparameters {left_out}, which cannot be pickled. Give them to "
                 f"`load_from_checkpoint`, and write `self.save_hyperparameters(ignore={left_out})`."
             )
-        loop = trainer.fit_loop
-        epochs: Any = loop.epoch_progress.current
+        epochs: Any = trainer.fit_loop.epoch_progress.current
         if epochs.ready == epochs.processed:
             # A new epoch begins. A loop that has restarted at the last batch of one takes it for the middle of that one
             # (Lightning 2.5.0 to 2.6.6) and would not count the new epoch as begun: nor would its checkpoints.
-            loop.reset_restart_stage()
+            trainer.fit_loop.reset_restart_stage()
 
     def on_train_end(self) -> None:
         self._is_training = False
