@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
+from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -348,7 +348,7 @@ def _configuration(name: str) -> Any:
     return from_hub(AutoConfig.from_pretrained, name, "model")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``lightning-odc advise``."""
     add = parser.add_argument
     add("--data", required=True, metavar="FILE", help=_TEXTS_TOLD)
@@ -371,7 +371,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="print the Trainer to write, and nothing else")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """``lightning-odc advise``; returns the exit code."""
     given = vars(arguments)
     quiet = given.pop("quiet")

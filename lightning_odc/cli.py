@@ -6,9 +6,9 @@ torch, and the doctor works where torch is broken.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # It is 1 if the demo's losses disagree, a rank failed, or the doctor misses something; 2 for options that cannot
     # work; 130 after Ctrl-C; otherwise 0.
     given = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=PROGRAM,
         description="On-demand, one-sided parameter sharding for Lightning.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
@@ -60,9 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"There is no command {given[0]!r}. Write one of {', '.join(COMMANDS)}.{meant}")
     command = parser.parse_args(given[:1]).command
     place, text = COMMANDS[command]
-    own = argparse.ArgumentParser(
-        prog=f"{PROGRAM} {command}", description=f"{text.capitalize()}.", allow_abbrev=False
-    )
+    own = ArgumentParser(prog=f"{PROGRAM} {command}", description=f"{text.capitalize()}.", allow_abbrev=False)
     try:
         module = import_module(place)
         module.add_arguments(own)

@@ -8,12 +8,12 @@ in all of them, so their losses agree.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import logging
 import statistics
 import sysconfig
 import warnings
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ class CausalModel(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def train(mode: str, options: argparse.Namespace, samples: Any) -> tuple[Timeline | None, float]:
+def train(mode: str, options: Namespace, samples: Any) -> tuple[Timeline | None, float]:
     """Train one mode; returns what its ranks did in the timed minibatches, on rank 0, and the mean loss."""
     steps = range(1, options.minibatches + 1)  # step 0 warms up
     recorder = TimelineRecorder(options.output / mode, steps)
@@ -150,7 +150,7 @@ def train(mode: str, options: argparse.Namespace, samples: Any) -> tuple[Timelin
     return recorder.timeline, float(trainer.callback_metrics["loss"])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """The options."""
     add = parser.add_argument
     add("--devices", type=count, default=2, help="processes, one rank each (2)")
@@ -160,7 +160,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("odc-demo"), help="folder for results (odc-demo)")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     """Train, print and write; returns the exit code: 1 if losses differ."""
     # Every rank runs this. Lightning starts the others with the same command line, and if one fails, it ends all.
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -186,7 +186,7 @@ def run(options: argparse.Namespace) -> int:
     return report(runs, options)
 
 
-def report(runs: Runs, options: argparse.Namespace) -> int:
+def report(runs: Runs, options: Namespace) -> int:
     """Print what was measured; returns 1 if losses differ."""
     print(f"{'':12}samples/s   idle  speed-up of each repetition")
     for mode, own in runs.items():

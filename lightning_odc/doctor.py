@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
 import re
 import tempfile
+from argparse import ArgumentParser, Namespace
 from datetime import timedelta
 from importlib import import_module, metadata
 from pathlib import Path
@@ -21,11 +21,11 @@ _REMEDY = (
 )
 
 
-def add_arguments(_: argparse.ArgumentParser) -> None:
+def add_arguments(_: ArgumentParser) -> None:
     """Add the options of ``lightning-odc doctor``: it has none."""
 
 
-def run(_: argparse.Namespace) -> int:
+def run(_: Namespace) -> int:
     """``lightning-odc doctor``; returns the exit code, 1 if something is missing."""
     _say("system", f"{platform.system()} {platform.release()} on {platform.machine()}")
     _say("Python", platform.python_version())

@@ -51,17 +51,16 @@ def packing_trouble(strategy: ShardedStrategy) -> str:
             "collate_fn=lightning_odc.samples.packing.pack_samples for a model of your own."
         )
     # Nothing of the three tiny batches stays: see Note [A leak is measured by a leak].
-    trouble = []
     strategy.engine.refresh()
     # Within the forward of the sharded module, parameters are gathered.
-    module.odc_check = lambda: trouble.append(_trouble_of(model, strategy.root_device))
+    module.odc_check = lambda: _trouble_of(model, strategy.root_device)
     try:
         with undisturbed(module, strategy.root_device), strategy.precision_plugin.forward_context():
-            _compat_lightning.call_as_forward(strategy.model, module, "odc_check")
+            trouble = _compat_lightning.call_as_forward(strategy.model, module, "odc_check")
     finally:
         del module.odc_check
     strategy.engine.reshard()
-    by_rank: list[str] = strategy.engine.exchange("check of packing", trouble[0])
+    by_rank: list[str] = strategy.engine.exchange("check of packing", trouble)
     return next(filter(None, by_rank), "")
 
 

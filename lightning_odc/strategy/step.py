@@ -159,13 +159,13 @@ class Training(Door):
             self.engine.begin_forward()
             with explained(f"With manual optimization, no batch runs again in parts. {WORDING.make_room}."):
                 return self._call(batch, *args, **kwargs)
-        if isinstance(batch, NoBatch):
-            self.engine.ledger.lack_batch()
-            return self._runner.batch.output()
         if not isinstance(batch, Minibatch):
             return self._plain(batch)
-        with self._metrics.recording(), self._logbook.recording(self._module):
-            self._runner.minibatch(batch, self._session.audit, leaves_last=True)
+        if isinstance(batch, NoBatch):
+            self.engine.ledger.lack_batch()
+        else:
+            with self._metrics.recording(), self._logbook.recording(self._module):
+                self._runner.minibatch(batch, self._session.audit, leaves_last=True)
         return self._runner.batch.output()
 
     def _look_at_loaders(self, batch: object) -> None:
@@ -208,10 +208,9 @@ class Training(Door):
         # A name is logged once: its value may be synchronised with other ranks.
         with self._logbook.recording(self._module):
             self._runner.run(self._runner.after(whole))
-        if self._ends_together:
-            return self._runner.batch.output()
-        totals = self._logbook.take()
-        flush((total for total in totals if total.name not in self._logged.names), self._module)
+        if not self._ends_together:
+            totals = self._logbook.take()
+            flush((total for total in totals if total.name not in self._logged.names), self._module)
         return self._runner.batch.output()
 
     def facts_of(self, batch: object) -> MicrobatchFacts | None:

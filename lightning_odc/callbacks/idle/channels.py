@@ -29,7 +29,7 @@ class Channel:
         self._world_size = world_size
         self._group: dist.ProcessGroup | None = None
         if world_size > 1:
-            if not (dist.is_available() and dist.is_initialized() and dist.is_gloo_available()):
+            if not (dist.is_initialized() and dist.is_gloo_available()):
                 raise RuntimeError("its ranks have no process group with gloo to compare their times through")
             self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
         self._thread = Background("idle monitor", self.close, end=self._leave)

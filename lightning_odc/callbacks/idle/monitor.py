@@ -11,7 +11,6 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
 from lightning_odc.arguments import Count, checked
 from lightning_odc.callbacks.idle.measurement import IdleMeasurement
@@ -96,11 +95,11 @@ class DeviceIdleMonitor(Callback):
         if self._measurement is not None:
             self._measurement.begin_batch(batch)
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, *_: object) -> None:
         if self._measurement is not None:
             self._measurement.watch.before_backward()
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_after_backward(self, *_: object) -> None:
         if self._measurement is not None:
             self._measurement.watch.after_backward()
 
@@ -118,7 +117,7 @@ class DeviceIdleMonitor(Callback):
             if logged and self.progress_bar and name in self.last_step:
                 pl_module.log(name, self.last_step[name], prog_bar=True, logger=False, batch_size=1)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, *_: object) -> None:
         if self._measurement is not None:
             with self._harmless(trainer):
                 self._measurement.pause()
@@ -140,7 +139,7 @@ class DeviceIdleMonitor(Callback):
                 where += f", {trainer.strategy.communication}"
             rank_zero_info(f"DeviceIdleMonitor, {where}: {_in_words(values)}")
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, *_: object) -> None:
         self._release(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -34,6 +34,7 @@ from lightning_odc._compat_lightning import FETCH_ACTION
 from lightning_odc.callbacks.idle.summary import IdleCause, StepNumbers
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, Passage
 from lightning_odc.engine.base import Engine
+from lightning_odc.engine.unit_calls import tensors_in
 from lightning_odc.protocol.sample_group import SampleGroup
 from lightning_odc.protocol.tracing import Tracer
 from lightning_odc.protocol.waiting import Cause
@@ -314,9 +315,7 @@ class GroupWatch(Watch, _compat.TorchDispatchMode):
         meeting = Meeting(begin, begin, begin)
         self._meetings.append(meeting)
         if name is not None:  # a functional one, with a result or several
-            first = result
-            if not isinstance(result, Tensor):
-                first = result[0]
+            first = next(tensors_in(result))
             self._begun[first.untyped_storage().data_ptr()] = meeting
         elif not given.get("async_op", True):
             work = result

@@ -71,11 +71,6 @@ class StepNumbers:
         """The rest of the step: computing, moving own bytes, and whatever was not measured."""
         return max(self.seconds - self.idle, 0.0)
 
-    @property
-    def idle_fraction(self) -> float:
-        """Waiting as a part of the time."""
-        return idle_fraction(self.busy, self.idle)
-
 
 def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) -> list[float] | None:
     """Seconds that every rank waited inside collectives: see Note [Waiting inside a collective] in ``spans.py``."""
@@ -209,7 +204,7 @@ class IdleSummary:
         values |= _of_ranks(whole, seen, slice(count), complete, group_size)
         values["step_seconds"] = whole.mean(rank.seconds for rank in whole.ranks)
         if complete:
-            fractions = [rank.idle_fraction for rank in seen.ranks]
+            fractions = [idle_fraction(rank.busy, rank.idle) for rank in seen.ranks]
             worst = max(range(count), key=fractions.__getitem__)
             values["idle/worst_fraction"] = fractions[worst]
             values["idle/worst_rank"] = float(worst)

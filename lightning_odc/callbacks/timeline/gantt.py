@@ -119,17 +119,10 @@ def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: fl
     lanes = ((_UPPER, WORK), (_LOWER, COMMUNICATION), (_ROW, {"wait": palette.IDLE}))
     for (offset, height), colours in lanes:
         for kind, colour in colours.items():
-            bars = []
-            edges = []
-            for span in rank.of(kind):
-                begin = (span.begin - origin) / 1e9
-                width = (span.end - span.begin) / 1e9
-                bars.append((begin, width))
-                # A white edge parts neighbours; an edge of its own colour keeps a thin bar visible.
-                edge = colour
-                if width * pixels > _LEAST_GAP:
-                    edge = palette.WHITE
-                edges.append(edge)
+            # Begin and width in seconds.
+            bars = [((span.begin - origin) / 1e9, (span.end - span.begin) / 1e9) for span in rank.of(kind)]
+            # A white edge parts neighbours; an edge of its own colour keeps a thin bar visible.
+            edges = [palette.WHITE if width * pixels > _LEAST_GAP else colour for _, width in bars]
             if bars:
                 place = (row + offset, height)
                 axes.broken_barh(bars, place, facecolors=colour, edgecolors=edges, linewidth=0.4, zorder=2)
@@ -156,14 +149,13 @@ def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
             label = _LABELS.get(kind, kind.replace("_", "-"))
             labels.setdefault(colour, []).append(label)
             spent[colour] += spent[kind]
-    handles: list[Artist] = []
-    for colour, names in labels.items():
-        if spent[colour] > least:
-            handle = Patch(facecolor=colour, label=" / ".join(names))
-            handles.append(handle)
+    handles: list[Artist] = [
+        Patch(facecolor=colour, label=" / ".join(names))
+        for colour, names in labels.items()
+        if spent[colour] > least
+    ]
     if spent["minibatch"]:
-        line = Line2D([], [], color=palette.BLACK, marker="|", linestyle="", label="minibatch ends")
-        handles.append(line)
+        handles.append(Line2D([], [], color=palette.BLACK, marker="|", linestyle="", label="minibatch ends"))
     figure.legend(
         handles=handles,
         loc="outside lower center",

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import files
@@ -75,7 +74,7 @@ class TimelineRecorder(Callback):
         run = Timeline([], waiting_seen)
         self._recording = Recording(run, _beginning(trainer.world_size), engine, called)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, *_: object) -> None:
         if self._recording is not None:
             self._recording.gap_began = time.monotonic_ns()
 
@@ -85,30 +84,27 @@ class TimelineRecorder(Callback):
         if self._recording is not None and self._wants(trainer.global_step):
             self._recording.begin_batch(trainer.global_step, batch)
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, *_: object) -> None:
         if self._recording is not None:
             self._recording.enter("backward")
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, *_: object) -> None:
         if self._recording is not None:
             self._recording.enter("optimizer")
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         if self._recording is not None:
-            step = trainer.global_step
-            self._recording.end_batch(step, self._wants(step))
+            self._recording.end_batch(trainer.global_step, self._wants(trainer.global_step))
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, *_: object) -> None:
         if self._recording is not None:
             self._recording.end_gap("data")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, *_: object) -> None:
         if self._recording is not None:
             self._recording.end_gap("validation")
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, *_: object) -> None:
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -131,7 +127,7 @@ class TimelineRecorder(Callback):
         self.timeline = timeline
         self._write(self.dirpath / "timeline.json", timeline)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, *_: object) -> None:
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -253,8 +249,10 @@ class Recording(Tracer):
 
     def of_rank(self, rank: int) -> RankTimeline:
         """This rank's timeline so far."""
-        shift = self._beginning
-        spans = [span._replace(begin=span.begin - shift, end=span.end - shift) for span in self.spans]
+        spans = [
+            span._replace(begin=span.begin - self._beginning, end=span.end - self._beginning)
+            for span in self.spans
+        ]
         return RankTimeline(rank, socket.gethostname(), spans)
 
     def _see_input(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -51,10 +51,10 @@ class Outcome(NamedTuple):
 
     result: object
     state: TrainerState
-    progress: dict[str, object]
-    metrics: dict[str, dict[str, object]]  # by the name of the trainer's attribute
+    progress: State
+    metrics: dict[str, State]  # by the name of the trainer's attribute
     callbacks: dict[str, State]
-    weights: dict[str, object]  # that were trained
+    weights: State  # that were trained
 
 
 class ForkLauncher(_compat_lightning.Launcher):
@@ -177,7 +177,7 @@ class ForkLauncher(_compat_lightning.Launcher):
 def fork_launcher(strategy: LightningStrategy) -> ForkLauncher | None:
     """What starts the ranks of an interactive session; ``None`` in a script, and where something else starts them."""
     # A notebook's kernel, IPython, or `python -i`, under which a script has no prompt yet.
-    is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
     environment = strategy.cluster_environment
     assert environment is not None
     if is_interactive and not environment.creates_processes_externally:
@@ -230,7 +230,7 @@ def _take_over(trainer: Trainer, outcome: Outcome) -> None:
 
 def end_scripts_at_exit(launcher: object, seconds: float) -> None:
     """Let no process of Lightning's script launcher outlive this one, which waits so long, nor fail silently."""
-    processes = getattr(launcher, "procs", None) or ()
+    processes = getattr(launcher, "procs", ())
     children = [child for child in processes if isinstance(child, subprocess.Popen)]
     # Lightning's own launcher looks at them while this process runs.
     if children:
