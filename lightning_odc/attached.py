@@ -285,7 +285,12 @@ class Attached:
         with self.engine.backward(manual=True, more=more):
             yield
 
-    def run(self, minibatch: Minibatch, step: Callable[[Any], Any]) -> float | Tensor:
+    def run(
+        self,
+        minibatch: Minibatch,
+        step: Callable[[Any], Any],
+        backward: Callable[[Tensor], object] = Tensor.backward,
+    ) -> float | Tensor:
         """Run this rank's microbatches of an optimizer step, forward and backward; then `step` or `settle`.
 
         What runs out of memory runs again in parts. A rank that has finished runs microbatches of others, if the loader
@@ -296,11 +301,13 @@ class Attached:
             minibatch: What a `BalancedDataLoader` yields, or a `Minibatch` of your own.
             step: Returns the loss of a microbatch: its mean, which the weight of the microbatch multiplies; or
                 ``{"loss": summed_loss, "num_items": n}``.
+            backward: Runs the backward pass of a loss without a dimension.
 
         Returns:
             The sum of this rank's losses, each times its weight.
         """
         self._loop.step = step
+        self._loop.run_backward = backward
         runner = self._runner or self.run_through(self._loop)
         runner.begin_batch()
         runner.minibatch(minibatch)
@@ -445,6 +452,7 @@ class Loop(Door):
     """A loop of the user's own, of which a step is a function."""
 
     step: Callable[[Any], Any]
+    run_backward: Callable[[Tensor], object]
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
@@ -455,7 +463,7 @@ class Loop(Door):
 
     def backward(self, loss: Tensor, attempt: Attempt) -> None:
         with self._engine.backward(manual=True, more=True, counts=not attempt.weight.is_weightless):
-            loss.backward()
+            self.run_backward(loss)
 
     def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
         device = next(self._model.parameters()).device
