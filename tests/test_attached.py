@@ -420,6 +420,8 @@ def test_what_cannot_be_attached_is_refused_with_the_line_to_write(rank):
                 attach(model)
         with pytest.raises(ValueError, match="LBFGS"):
             odc.step(torch.optim.LBFGS(attached.parameters()))
+        with pytest.raises(TypeError, match=r"not a list. Write .*Minibatch\(\[batch\]\)"):
+            odc.run(token_batches([5]), attached)
         summed_loss(attached, token_batches([5])[0]).backward()
         with pytest.raises(ODCError, match=r"with odc\.backward\(weight=n\)"):
             odc.settle()
