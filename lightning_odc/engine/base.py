@@ -40,7 +40,7 @@ class Engine(Traced, ABC):
         self.settled = False  # gradients are complete in ``.grad``; what comes next is the optimizer step
         self.backward_done = False  # the backward pass of a microbatch has ended, and what calls it has not
         self._ran_outside = False
-        self.runs_itself = False  # passes of this optimizer step are not the user's
+        self._takes_gradients = False  # passes of this optimizer step are not the user's
         self._units: list[Unit] = []
         self._late_hooks = LateHooks()
         self._scalars = Scalars()
@@ -113,11 +113,17 @@ class Engine(Traced, ABC):
             plan: The fingerprint of the plan of all ranks; ``None`` if there is none.
         """
         self.ledger.begin_minibatch(plan)
-        self.runs_itself = True
+        self.take_gradients()
+
+    def take_gradients(self) -> None:
+        """Passes of this optimizer step are not the user's: their gradients do not stay in ``.grad``, or whole."""
+        self._takes_gradients = True
+        if isinstance(self._model, FSDPModule):  # a pass that breaks off would drop those of the passes before it
+            self._model.set_requires_gradient_sync(True)
 
     def _apart(self, manual: bool) -> bool:
         """See Note [Apart or in place]."""
-        return self.runs_itself or not manual
+        return self._takes_gradients or not manual
 
     def begin_microbatch(self, index: int) -> None:
         """Record the microbatch, for reports."""
@@ -279,7 +285,7 @@ class Engine(Traced, ABC):
     def _take_ledger(self) -> Ledger:
         ledger, self.ledger = self.ledger, Ledger()
         self._ran_outside = False
-        self.runs_itself = False
+        self._takes_gradients = False
         self._batches = 0
         return ledger
 

@@ -247,9 +247,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
             return part
 
         runner.begin_batch()
-        self.odc.engine.runs_itself = True
-        if isinstance(self.model, FSDPModule):  # else gradients of several batches are lost together
-            self.model.set_requires_gradient_sync(True)
+        self.odc.engine.take_gradients()
         steps.own = loss_of
         try:
             runner.run([runner.whole(inputs)])
