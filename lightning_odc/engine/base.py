@@ -118,7 +118,8 @@ class Engine(Traced, ABC):
     def take_gradients(self) -> None:
         """Passes of this optimizer step are not the user's: their gradients do not stay in ``.grad``, or whole."""
         self._takes_gradients = True
-        if isinstance(self._model, FSDPModule):  # a pass that breaks off would drop those of the passes before it
+        # Else a pass that breaks off would drop those of the passes before it.
+        if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(True)
 
     def _apart(self, manual: bool) -> bool:
