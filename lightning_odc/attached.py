@@ -331,7 +331,7 @@ class Attached:
                 "A part of the model was sharded or replaced after `attach(model)`. Call `close()` before it. Then "
                 "make the optimizer of the new parameters, and call `attach(model)` again."
             )
-        if self.engine.has_run_outside():
+        if self.engine.ran_outside:
             raise ODCError(
                 "A backward pass ran without its weight. Write\n"
                 "    with odc.backward(weight=n):  # the loss is a sum over n items; or without a weight\n"

@@ -30,6 +30,7 @@ class Engine(Traced, ABC):
 
     # Whether gradients of backward passes outside of `backward` are dropped: Lightning empties them before its own.
     drops_outside = False
+    world_size: int  # ranks that train the model together; over windows it is known from `attach` on
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Engine(Traced, ABC):
         self.weight_unit = 1.0  # by which weighted losses were divided before their backward pass
         self.settled = False  # gradients are complete in ``.grad``; what comes next is the optimizer step
         self.backward_done = False  # the backward pass of a microbatch has ended, and what calls it has not
-        self._ran_outside = False
+        self.ran_outside = False  # a backward pass has run outside of `backward` in this optimizer step
         self._runs_minibatch = False  # passes of this optimizer step are not the user's
         self._units: list[Unit] = []
         self._late_hooks = LateHooks()
@@ -49,10 +50,6 @@ class Engine(Traced, ABC):
         self._batches = 0
         self._closes_window = True
         self.settling = 0.0  # seconds of own work while settling and publishing, since the start
-
-    @property
-    @abstractmethod
-    def world_size(self) -> int: ...
 
     @abstractmethod
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
@@ -147,10 +144,6 @@ class Engine(Traced, ABC):
             more: Another backward pass follows in the same batch.
             counts: If not, zeros are added instead of gradients, even for a NaN.
         """
-
-    def has_run_outside(self) -> bool:
-        """Whether a backward pass has run outside of `backward` in this optimizer step."""
-        return self._ran_outside
 
     def begin_forward(self) -> None:
         """The forward pass of a microbatch begins."""
@@ -278,17 +271,19 @@ class Engine(Traced, ABC):
 
     def _take_ledger(self) -> Ledger:
         ledger, self.ledger = self.ledger, Ledger()
-        self._ran_outside = False
+        self.ran_outside = False
         self._runs_minibatch = False
         self._batches = 0
         return ledger
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _timed(self, kind: str) -> Iterator[None]:
+        """A span of settling or publishing."""
         begin = time.monotonic()
         idle_before = sum(self.waits.values())
         try:
-            yield
+            with self.traced(kind):
+                yield
         finally:
             idle = sum(self.waits.values()) - idle_before
             self.settling += time.monotonic() - begin - idle

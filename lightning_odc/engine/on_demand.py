@@ -152,7 +152,7 @@ class OnDemandEngine(OverWindows):
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
         """Add a gradient to the owners' accumulators. ``chunks``: ``[owners * numel of what is reduced now]``."""
         if not self._additions.running.is_announced:  # was a gradient emptied?
-            self._ran_outside = True
+            self.ran_outside = True
             if self._placeholders.laid.keys() & unit.reduced_now.keys():
                 raise ODCError(
                     "Several backward passes in one optimizer step must go through Lightning: write "
@@ -262,7 +262,7 @@ class OnDemandEngine(OverWindows):
         for slot in (slot for unit in self._units for slot in unit.slots):
             if len(_compat.tensor_hooks_of(slot.sharded_param)) > slot.has_hook:  # one is the engine's own
                 raise lost_hook(slot.name)
-        with self._timed(), self.traced("settle"):
+        with self._timed("settle"):
             for one in self._sums:
                 one.give()
             self.reshard()
@@ -299,7 +299,7 @@ class OnDemandEngine(OverWindows):
         self._scalars.give([record.scalars for record in records], scale)
 
     def publish(self) -> None:
-        with self._timed(), self.traced("publish"):
+        with self._timed("publish"):
             self.settled = False
             self._calls.step_ended()
             self.protocol.next_version()

@@ -55,10 +55,6 @@ class OverWindows(Engine):
         assert self._protocol is not None, "the engine is not attached"
         return self._protocol
 
-    @property
-    def world_size(self) -> int:
-        return self.protocol.nodes * self.protocol.transport.world_size
-
     def _open(self, specs: Sequence[UnitSpec]) -> Protocol:
         """Make windows and prove them. All ranks together."""
         protocol = self.make_protocol(self._make_transport(), specs, **self._protocol_options)
@@ -66,6 +62,7 @@ class OverWindows(Engine):
         if self._protocol is not None:  # parameters were unfrozen
             protocol.go_on_from(self._protocol)
         self._protocol = protocol
+        self.world_size = protocol.nodes * protocol.transport.world_size
         return protocol
 
     def close(self) -> None:
