@@ -17,8 +17,7 @@ from lightning_odc import _compat
 from lightning_odc.engine.additions import OF_THE_USER, Added, Additions, Pass
 from lightning_odc.engine.advice import (
     OVER_SHARDS,
-    lost_hook,
-    refuse_all_reduce_hooks,
+    refuse_hooks,
     undivided_gradient,
     unexpected_gradient,
 )
@@ -65,10 +64,7 @@ class OnDemandEngine(OverWindows):
             if unit.divided_by_fully_shard:
                 unit.set_division(False)
         # 2. What can be refused, before any rank makes a window; then equal values on all ranks.
-        refuse_all_reduce_hooks(self._units)
-        for slot in (slot for unit in self._units for slot in unit.slots):
-            if len(_compat.tensor_hooks_of(slot.sharded_param)) > slot.has_hook:  # one is the engine's own
-                raise lost_hook(slot.name)
+        refuse_hooks(self._units)
         compare_models(self._units, self._rendezvous)
         self._scalars.attach(model, self._rendezvous)
         # 3. Windows.
@@ -258,10 +254,7 @@ class OnDemandEngine(OverWindows):
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
         self._late_hooks.check_outside()
         self._additions.check_none_broke_off()
-        refuse_all_reduce_hooks(self._units)
-        for slot in (slot for unit in self._units for slot in unit.slots):
-            if len(_compat.tensor_hooks_of(slot.sharded_param)) > slot.has_hook:  # one is the engine's own
-                raise lost_hook(slot.name)
+        refuse_hooks(self._units)
         with self._timed("settle"):
             for one in self._sums:
                 one.give()
