@@ -64,10 +64,8 @@ class Engine(Traced, ABC):
         """Find the units of a model, and put on it the hooks that every engine needs."""
         self._model = model
         self._units = find_units(model)
-        self._root = RootUnit(self._units, model)
-        self._on_close.callback(self._root.release)
-        self._calls = UnitCalls(self._units, model)
-        self._on_close.callback(self._calls.release)
+        self._root = RootUnit(self._units, model, self._on_close)
+        self._calls = UnitCalls(self._units, model, self._on_close)
         self._on_close.callback(self._scalars.close)
 
     def begin_batch(

@@ -19,14 +19,13 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
 from lightning_odc.engine.units import ParamSlot, Unit, class_names
@@ -183,17 +182,16 @@ def probe(
 
 
 class RootUnit:
-    """Keeps the root unit gathered where it is needed; see Note [The root unit]."""
+    """Keeps the root unit gathered where it is needed, until ``hooks`` closes; see Note [The root unit]."""
 
-    def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
+    def __init__(self, units: Sequence[Unit], model: nn.Module, hooks: ExitStack) -> None:
         self._model = cast(FSDPModule, model)
         self._units = units
         self._root = next((unit for unit in units if self._model in unit.modules), None)
-        self._hooks: list[RemovableHandle] = []
         if self._root is not None:
             # ``fully_shard`` has gathered the unit when that of the model is called.
             for caller in {model, *(slot.module for slot in self._root.slots)}:
-                self._hooks.append(caller.register_forward_pre_hook(self.gather))
+                hooks.enter_context(caller.register_forward_pre_hook(self.gather))
 
     def gather(self, *_: Any) -> None:
         """Gather the unit if it is sharded. See `Unit.match_frozen`."""
@@ -228,9 +226,3 @@ class RootUnit:
                     "besides the root unit returns. This backward pass did not reach any, so gradients were left "
                     f"behind, as of {left[0].name!r}. {make} them as modules, `layer(x)`."
                 )
-
-    def release(self) -> None:
-        """Take the hooks off the layers. Idempotent."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()

@@ -44,7 +44,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat, host_memory
 from lightning_odc.engine.comm import GatherComm
@@ -179,7 +178,7 @@ class GatherCache:
         self._budget = budget  # bytes, or ``"auto"``: what is left beside training, with a margin
         self._memory = memory
         self._entries: list[_Entry] = []
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         self._needed = 0  # bytes that training takes by itself
         self._peak = 0  # bytes that were taken at all
         self._has_measured = False
@@ -215,15 +214,14 @@ class GatherCache:
             self._entries.append(entry)
             for module in unit.modules:
                 before: Any = partial(self._before, entry)
-                self._hooks.append(cast(nn.Module, module).register_forward_pre_hook(before, prepend=True))
+                hook = cast(nn.Module, module).register_forward_pre_hook(before, prepend=True)
+                self._hooks.enter_context(hook)
 
     def release(self) -> None:
         """Give the units back as they were. Idempotent."""
-        for handle in self._hooks:
-            handle.remove()
+        self._hooks.close()
         for entry in self._entries:
             entry.stay_gathered(False)
-        self._hooks = []
         self._entries = []
         self._for_a_while = []
 
