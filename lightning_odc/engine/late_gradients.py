@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import _compat
+from lightning_odc.engine.unit_calls import tensors_in
 from lightning_odc.engine.unit_sum import UnitSum
 from lightning_odc.engine.units import ParamSlot, Unit
 from lightning_odc.errors import SETTLE, DisagreementError, ODCError
@@ -77,13 +78,7 @@ class Placeholder(DTensor):
         if getattr(func, "__name__", "") in _HARMLESS and attribute not in _VALUES:
             with _compat.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        found: list[Any] = []
-        for arg in args:
-            if isinstance(arg, list | tuple):
-                found += arg
-            else:
-                found.append(arg)
-        placeholders = [item for item in found if isinstance(item, Placeholder)]
+        placeholders = [tensor for tensor in tensors_in(args) if isinstance(tensor, Placeholder)]
         if func in _compat.ZEROING:
             for placeholder in placeholders:
                 placeholder.zeroed = True

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -71,15 +70,14 @@ class OnDemandEngine(OverWindows):
         protocol = self._open([unit.spec() for unit in self._units])
         groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
         self._additions = Additions(self._units, partial(ran_forward, model, groups))
-        self._sums = []
-        for unit, window in zip(self._units, protocol.windows, strict=True):
-            self._sums.append(UnitSum(unit, window, self._additions))
+        pairs = [*zip(self._units, protocol.windows, strict=True)]
+        self._sums = [UnitSum(unit, window, self._additions) for unit, window in pairs]
         self._placeholders = Placeholders(self._units, self._sums, protocol)
         self._staleness = StalenessGuard(self._units, protocol)
         # 4. Shards. `fully_shard` gathers through this engine only after that: before, there is nothing to read.
         self._publish_units()
         comms = []
-        for unit, window in zip(self._units, protocol.windows, strict=True):
+        for unit, window in pairs:
             gather = GatherComm(partial(self._gather, unit, window))
             comms.append(gather)
             set_comms(unit.modules, gather, AccumulateComm(partial(self._accumulate, unit, window)))
@@ -170,8 +168,8 @@ class OnDemandEngine(OverWindows):
 
     def begin_batch(self, **options: bool) -> None:
         super().begin_batch(**options)
-        unnoted = [slot for unit in self._units for slot in unit.slots if not slot.has_hook]
-        if any(slot.registered_param.requires_grad for slot in unnoted):
+        slots = (slot for unit in self._units for slot in unit.slots)
+        if any(slot.registered_param.requires_grad and not slot.has_hook for slot in slots):
             # Parameters were unfrozen: the accumulators need another layout.
             if any(self.exchange("unfreeze parameters", any(unit.reduced_in_step for unit in self._units))):
                 raise ODCError(
@@ -284,10 +282,10 @@ class OnDemandEngine(OverWindows):
         used_anywhere = iter(any_flags([record.used for record in records], count))
         totals = _totals_of(self._units, self.protocol)
         for unit, window, total in zip(self._units, self.protocol.windows, totals, strict=True):
-            flags = [next(used_anywhere) and slot not in emptied for slot in unit.slots]
-            unit.add_to_grads(total, scale, flags)
+            used = [slot for slot in unit.slots if next(used_anywhere) and slot not in emptied]
+            unit.add_to_grads(total, scale, used)
             window.clear()
-            for slot in compress(unit.slots, flags):
+            for slot in used:
                 self._late_hooks.call(slot.sharded_param)
         self._scalars.give([record.scalars for record in records], scale)
 

@@ -270,28 +270,26 @@ class Unit:
         return segments
 
     @torch.no_grad()
-    def add_to_grads(self, total: Tensor, scale: float, used: Sequence[bool]) -> None:
+    def add_to_grads(self, total: Tensor, scale: float, used: Iterable[ParamSlot]) -> None:
         """Add ``scale * total`` (``[grad_numel]``, where shards are) to ``.grad`` of ``used`` parameters."""
-        empty = []
-        kept = []
-        is_used = dict(zip(self.slots, used, strict=True))
+        empty: dict[DTensor, Tensor] = {}
+        kept: dict[DTensor, Tensor] = {}
         parts = total.split_with_sizes([slot.padded_numel for slot in self.grad_slots])
-        for slot, part in zip(self.grad_slots, parts, strict=True):
-            if not is_used[slot]:
-                continue
+        part_of = dict(zip(self.grad_slots, parts, strict=True))
+        for slot in used:
             parameter = slot.registered_shard
             local = _compat.local_of(parameter)
-            gradient = part[: local.numel()].view(local.shape)  # without the padding at its end
+            gradient = part_of[slot][: local.numel()].view(local.shape)  # without the padding at its end
             if parameter.grad is None:
-                empty.append((parameter, gradient))
+                empty[parameter] = gradient
             else:
-                kept.append((parameter, gradient))
+                kept[parameter] = gradient
         if kept:
-            there = [_compat.local_of(cast(DTensor, parameter.grad)) for parameter, _ in kept]
-            torch._foreach_add_(there, [gradient for _, gradient in kept], alpha=scale)
+            there = [_compat.local_of(cast(DTensor, parameter.grad)) for parameter in kept]
+            torch._foreach_add_(there, [*kept.values()], alpha=scale)
         if empty:
-            scaled = torch._foreach_mul([gradient for _, gradient in empty], scale)
-            for (parameter, _), gradient in zip(empty, scaled, strict=True):
+            scaled = torch._foreach_mul([*empty.values()], scale)
+            for parameter, gradient in zip(empty, scaled, strict=True):
                 parameter.grad = _compat.sharded_like(parameter, gradient.to(parameter.dtype))
 
     @property
