@@ -129,8 +129,7 @@ class CollectiveEngine(ByCollectives):
 
     def undo(self) -> Added | None:
         """Nothing that was added stays: `backward` has put back what was there before."""
-        units = [unit for unit in self._units if unit.is_gathered]
-        forget_pass(self._model, [slot.registered_param for unit in units for slot in unit.slots])
+        forget_pass(self._model, self._units)
         return None
 
     def retry(self, added: Added) -> None:

@@ -117,11 +117,16 @@ def reset_units(model: nn.Module, failed: bool = False) -> None:
         module.reshard()
 
 
-def forget_pass(model: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """Forget a pass that broke off, and give memory back to the device. Needs torch 2.13, and whole parameters."""
-    # `reset_iter_state` frees them, but the next pass would add to their ``.grad``.
-    for parameter in parameters:
-        parameter.grad = None
+def forget_pass(model: nn.Module, units: Iterable[Unit]) -> None:
+    """Forget a pass that broke off, and give memory back to the device. Units need torch 2.13."""
+    # `reset_iter_state` frees whole parameters, but the next pass would add to their ``.grad``.
+    for unit in units:
+        whole = [*unit.reduced_now.values()]
+        if unit.is_gathered:
+            whole += [slot.registered_param for slot in unit.slots]
+        for parameter in whole:
+            parameter.grad = None
+        unit.reduced_now.clear()
     reset_units(model, failed=True)
     with torch.enable_grad():
         # A backward pass that broke off leaves what it had not come to in the queue of this thread, with graph and

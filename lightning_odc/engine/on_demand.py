@@ -235,13 +235,9 @@ class OnDemandEngine(OverWindows):
 
     def undo(self) -> Added | None:
         added = self._additions.undo()
-        whole = [parameter for unit in self._units for parameter in unit.reduced_now.values()]
-        whole += [slot.registered_param for unit in self._units if unit.is_gathered for slot in unit.slots]
-        for unit in self._units:
-            unit.reduced_now.clear()
         for one in self._sums:
             one.forget_arrived()
-        forget_pass(self._model, whole)  # first: to drop sums takes memory
+        forget_pass(self._model, self._units)  # first: to drop sums takes memory
         self.gather_cache.drop_all()
         return added
 

@@ -136,7 +136,7 @@ class WholeEngine(Engine):
 
     def undo(self) -> Added | None:
         """Nothing that was added stays: `backward` has put back what was there before."""
-        forget_pass(self._model, ())
+        forget_pass(self._model, self._units)
         return None
 
     # -- the end of a step --------------------------------------------------------------------------------
