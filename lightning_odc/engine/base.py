@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import _compat
 from lightning_odc.engine.additions import Added
-from lightning_odc.engine.comm import RootUnit, reset_units, set_comms
+from lightning_odc.engine.comm import RootUnit, forget_pass, reset_units, set_comms
 from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.engine.unit_calls import UnitCalls
 from lightning_odc.engine.units import Unit, find_units
@@ -158,13 +158,15 @@ class Engine(Traced, ABC):
             )
         return ""
 
-    @abstractmethod
     def undo(self) -> Added | None:
         """Free all of a microbatch that broke off.
 
         Returns:
-            What it has added, which stays: see Note [Added once]. ``None`` if it broke off before its backward pass.
+            What it has added, which stays: see Note [Added once]. ``None`` if it broke off before its backward pass, or
+            `backward` has put back what was there before.
         """
+        forget_pass(self._model, self._units)
+        return None
 
     def retry(self, added: Added) -> None:
         """The next backward pass is that of a part of a microbatch that broke off.

@@ -16,7 +16,6 @@ from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import (
     StockComm,
-    forget_pass,
     reset_units,
     set_comms,
 )
@@ -126,11 +125,6 @@ class CollectiveEngine(ByCollectives):
         if self._in_place:
             return "the gradients of earlier batches are in `.grad`, and a part of this one was added to them"
         return super().why_no_retry()
-
-    def undo(self) -> Added | None:
-        """Nothing that was added stays: `backward` has put back what was there before."""
-        forget_pass(self._model, self._units)
-        return None
 
     def retry(self, added: Added) -> None:
         self._is_retry = True

@@ -23,7 +23,6 @@ from lightning_odc.engine.advice import (
 from lightning_odc.engine.comm import (
     AccumulateComm,
     GatherComm,
-    forget_pass,
     probe,
     ran_forward,
     set_comms,
@@ -237,7 +236,7 @@ class OnDemandEngine(OverWindows):
         added = self._additions.undo()
         for one in self._sums:
             one.forget_arrived()
-        forget_pass(self._model, self._units)  # first: to drop sums takes memory
+        super().undo()  # first: to drop sums takes memory
         self.gather_cache.drop_all()
         return added
 

@@ -30,10 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import ByCollectives
-from lightning_odc.engine.comm import forget_pass
 from lightning_odc.engine.over_windows import OverWindows
 from lightning_odc.engine.values import give_first_values, send_values
 from lightning_odc.engine.whole_gradients import WholeGradients
@@ -133,11 +131,6 @@ class WholeEngine(Engine):
     def discard(self) -> None:
         super().discard()
         self._sums.clear()
-
-    def undo(self) -> Added | None:
-        """Nothing that was added stays: `backward` has put back what was there before."""
-        forget_pass(self._model, self._units)
-        return None
 
     # -- the end of a step --------------------------------------------------------------------------------
 
