@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -39,7 +40,7 @@ class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.heard and func.namespace in ("c10d", "_c10d_functional"):
-            frames = [*_frames(sys._getframe(1))]
+            frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
             if not any(_module_of(frame).startswith(_MOVERS) for frame in frames):
                 self.heard = _line_of(frames)
         self._keep(_compat.written_by(func, args))
@@ -65,12 +66,6 @@ class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
 
 _MOVERS = ("torch.distributed.fsdp.", "torch.distributed.tensor.", "lightning_odc.engine.")
 _NOT_OF_USERS = {*LIBRARIES, *sys.stdlib_module_names} - {"__main__"}
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _module_of(frame: FrameType) -> str:

@@ -14,12 +14,12 @@ import fcntl
 import mmap
 import os
 import secrets
-import select
 import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import connection
 from typing import TypeVar
 
 import torch
@@ -273,11 +273,8 @@ class SharedMemoryTransport(Transport):
         return bytes(memory[begin : begin + length])
 
     def dead_peers(self) -> list[int]:
-        poll = select.poll()  # unlike select, it takes descriptors above 1023
-        peers = {fd: peer for peer, fd in self._pidfds.items()}
-        for fd in peers:
-            poll.register(fd, select.POLLIN)
-        return sorted(peers[fd] for fd, _ in poll.poll(0))
+        ended = connection.wait(self._pidfds.values(), 0)  # takes descriptors above 1023
+        return [peer for peer, fd in self._pidfds.items() if fd in ended]
 
     def how_ended(self, peer: int) -> str:
         return host.how_ended(self._addresses[peer].pid, self._pidfds[peer])
