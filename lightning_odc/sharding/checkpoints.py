@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
@@ -388,16 +387,6 @@ def check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
         )
 
 
-# -- averages of weights: a sharded copy of the model that Lightning's ``WeightAveraging`` callbacks keep -----------
-# The callback copies the model before it is sharded. So the copy is sharded in the same way: every rank averages, swaps
-# in and out its own shards, which also takes a ``world_size``-th of the memory.
-
-
-def averages(trainer: pl.Trainer) -> list[nn.Module]:
-    """The averaged copies of the model that callbacks hold, if it is being fitted."""
-    return _compat_lightning.averaged_models(_compat_lightning.callbacks_of(trainer))
-
-
 # -- hyperparameters ---------------------------------------------------------------------------------------
 
 
@@ -436,8 +425,3 @@ def keep_savable(checkpoint: dict[str, Any], owners: Sequence[Any]) -> list[str]
                 del saved[name]
                 left_out.append(name)
     return left_out
-
-
-def assembled(state: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint without shards: those of averages become whole. All ranks together."""
-    return apply_to_collection(state, DTensor, lambda shard: shard.full_tensor().cpu())

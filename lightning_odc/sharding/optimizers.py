@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -94,9 +95,12 @@ def put_in_place(optimizer: Optimizer, others: Mapping[nn.Parameter, Tensor]) ->
 def make_states_whole(optimizer: Optimizer) -> None:
     """Let the states of an optimizer be whole, in host memory. All ranks together."""
     for parameter, state in optimizer.state.items():
-        optimizer.state[parameter] = apply_to_collection(
-            state, DTensor, lambda shard: shard.full_tensor().cpu()
-        )
+        optimizer.state[parameter] = assembled(state)
+
+
+def assembled(state: dict[str, Any]) -> dict[str, Any]:
+    """A state without shards: they become whole, in host memory. All ranks together."""
+    return apply_to_collection(state, DTensor, lambda shard: shard.full_tensor().cpu())
 
 
 def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -34,7 +34,13 @@ from lightning_odc.sharding import checkpoints, nodes
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT
 from lightning_odc.sharding.initialize import Unfilled, materialize
-from lightning_odc.sharding.optimizers import ParameterNames, make_states_whole, put_in_place, regroup
+from lightning_odc.sharding.optimizers import (
+    ParameterNames,
+    assembled,
+    make_states_whole,
+    put_in_place,
+    regroup,
+)
 from lightning_odc.sharding.way_back import make_whole, unwrap
 from lightning_odc.sharding.wrapping import (
     HowToShard,
@@ -300,7 +306,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     @torch.no_grad()
     def _setup_averages(self, trainer: pl.Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
-        averages = [] if self.is_whole else checkpoints.averages(trainer)
+        # In the same way: every rank averages, swaps in and out its own shards.
+        averages = [] if self.is_whole else _compat_lightning.averaged_models(trainer)
         if averages and not self._full:
             raise ValueError(
                 "WeightAveraging callbacks put two models into a checkpoint, and a sharded one has room for one. Use "
@@ -374,7 +381,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         checkpoints.keep_savable(checkpoint, self._owners)
         keep_place_apart(checkpoint)
         if self._full:
-            checkpoint = checkpoints.assembled(checkpoint)
+            checkpoint = assembled(checkpoint)  # averages
         checkpoints.make_room(path, self._full, self.is_global_zero, self.barrier)
         failure = None
         try:
