@@ -55,15 +55,11 @@ class UnitCalls:
         self._compared.clear()
 
     def _after_forward(self, unit: Unit, module: nn.Module, _: Any, output: Any) -> None:
-        """Before ``fully_shard``'s hook."""
+        """Before ``fully_shard``'s hook: hear of backward passes that reach an output."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if unit.slots[0].name not in self._compared:
             self._compared |= self.compare(unit)
-        self._hook_nodes(unit, output)
-
-    def _hook_nodes(self, unit: Unit, output: Any) -> None:
-        """Hear of backward passes that reach an output."""
         for tensor in tensors_in(output):
             base = tensor._base
             node = tensor.grad_fn

@@ -304,9 +304,9 @@ def _segments_of(slots: Iterable[ParamSlot]) -> list[Segment]:
 
 def find_units(model: nn.Module) -> list[Unit]:
     """All units of a model in module order, without layout. Modules that manage no parameter are left out."""
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {module: name for name, module in model.named_modules()}
     grouped: set[nn.Module] = set()
-    seen: set[int] = set()
+    seen: set[nn.Parameter] = set()
     units: list[Unit] = []
     for module in model.modules():
         if not isinstance(module, FSDPModule) or module in grouped:
@@ -315,7 +315,7 @@ def find_units(model: nn.Module) -> list[Unit]:
         grouped.update(modules)
         slots = [slot for member in modules for slot in _slots_of(member, names, seen)]
         if slots:
-            name = names.get(id(modules[0])) or ROOT
+            name = names.get(modules[0]) or ROOT
             units.append(Unit(len(units), name, list(modules), slots))
     return units
 
@@ -367,17 +367,16 @@ def class_names(modules: Iterable[nn.Module]) -> str:
     return "{" + ", ".join(sorted(names)) + "}"
 
 
-def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[ParamSlot]:
+def _slots_of(
+    root: nn.Module, names: dict[nn.Module, str], seen: set[nn.Parameter]
+) -> list[ParamSlot]:
     slots = []
     for module in post_order(root):
-        prefix = names.get(id(module), "")
-        for attribute, parameter in module.named_parameters(recurse=False):
-            if not isinstance(parameter, DTensor) or id(parameter) in seen:
+        for name, parameter in module.named_parameters(names.get(module, ""), recurse=False):
+            if not isinstance(parameter, DTensor) or parameter in seen:
                 continue
-            seen.add(id(parameter))
-            name = attribute
-            if prefix:
-                name = f"{prefix}.{attribute}"
+            seen.add(parameter)
+            _, _, attribute = name.rpartition(".")
             padded = shape_of(parameter)
             mesh_dim, dim = _placement_of(parameter)
             padded[dim] = math.ceil(padded[dim] / parameter.device_mesh.size(mesh_dim))
@@ -387,12 +386,12 @@ def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[Pa
 
 def post_order(root: nn.Module) -> Iterator[nn.Module]:
     """The modules whose parameters belong to ``root``'s unit: children first, without nested units."""
-    visited: set[int] = set()
+    visited: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
-        visited.add(id(module))
+        visited.add(module)
         for child in module.children():
-            if id(child) not in visited and not isinstance(child, FSDPModule):
+            if child not in visited and not isinstance(child, FSDPModule):
                 yield from visit(child)
         yield module
 

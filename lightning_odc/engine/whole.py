@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import ByCollectives
 from lightning_odc.engine.over_windows import OverWindows
-from lightning_odc.engine.values import give_first_values, send_values
+from lightning_odc.engine.values import give_first_values, ranks_of_job, send_values
 from lightning_odc.engine.whole_gradients import WholeGradients
 from lightning_odc.errors import DisagreementError
 from lightning_odc.protocol.flat_sums import FlatSums
@@ -54,7 +54,7 @@ class WholeEngine(Engine):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.world_size = ranks_of_job()
         self._gradients = True
         self._steps = 0  # of optimizers
         self._sums = FlatSums([], 1, None)
