@@ -29,7 +29,8 @@ from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine
-from lightning_odc.engine.comm import GatherComm, fsdp_modules
+from lightning_odc.engine.comm import GatherComm
+from lightning_odc.engine.units import fsdp_modules
 from lightning_odc.errors import ODCError, PeerFailedError, WindowError
 from lightning_odc.protocol.peers import FOLLOWED
 from lightning_odc.protocol.records import WeightKind, total_weight

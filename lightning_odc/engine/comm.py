@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import _compat
-from lightning_odc.engine.units import ParamSlot, Unit, class_names
+from lightning_odc.engine.units import ParamSlot, Unit, class_names, fsdp_modules
 from lightning_odc.errors import ODCError
 
 
@@ -100,11 +100,6 @@ class StockComm(_Allocating):
             input_tensor.zero_()
         with self._context():
             return self._collective(output_tensor, input_tensor, **options)
-
-
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules on which ``fully_shard`` was called."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reset_units(model: nn.Module, failed: bool = False) -> None:

@@ -302,14 +302,19 @@ def _segments_of(slots: Iterable[ParamSlot]) -> list[Segment]:
     return packed((slot.grad_offset, slot.grad_offset + slot.padded_numel) for slot in slots)
 
 
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules on which ``fully_shard`` was called."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def find_units(model: nn.Module) -> list[Unit]:
     """All units of a model in module order, without layout. Modules that manage no parameter are left out."""
     names = {module: name for name, module in model.named_modules()}
-    grouped: set[nn.Module] = set()
+    grouped: set[FSDPModule] = set()
     seen: set[nn.Parameter] = set()
     units: list[Unit] = []
-    for module in model.modules():
-        if not isinstance(module, FSDPModule) or module in grouped:
+    for module in fsdp_modules(model):
+        if module in grouped:
             continue
         modules = _compat.modules_grouped_with(module)
         grouped.update(modules)
@@ -367,9 +372,7 @@ def class_names(modules: Iterable[nn.Module]) -> str:
     return "{" + ", ".join(sorted(names)) + "}"
 
 
-def _slots_of(
-    root: nn.Module, names: dict[nn.Module, str], seen: set[nn.Parameter]
-) -> list[ParamSlot]:
+def _slots_of(root: nn.Module, names: dict[nn.Module, str], seen: set[nn.Parameter]) -> list[ParamSlot]:
     slots = []
     for module in post_order(root):
         for name, parameter in module.named_parameters(names.get(module, ""), recurse=False):

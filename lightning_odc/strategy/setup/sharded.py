@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from lightning_odc import _compat_lightning
 from lightning_odc.data.convert import only
 from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.engine.units import fsdp_modules
 from lightning_odc.engine.values import give_first_values, send_values
 from lightning_odc.sharding import checkpoints, nodes
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
@@ -245,7 +246,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
+        if fsdp_modules(model):
             # `configure_model` has sharded these, and each rank has kept a part of its own values.
             send_values([*model.parameters(), *model.buffers()], self.root_device)
             return
