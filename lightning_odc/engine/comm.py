@@ -132,10 +132,9 @@ def forget_pass(model: nn.Module, units: Iterable[Unit]) -> None:
         torch.cuda.empty_cache()
 
 
-def ran_forward(model: nn.Module, units: Mapping[int, int]) -> list[int]:
-    """Numbers of the units in the order in which they last ran. ``units``: by the `id` of ``fully_shard``'s group."""
-    groups = _compat.forward_order(cast(FSDPModule, model))
-    return [units.get(id(group), -1) for group in groups]
+def ran_forward(model: nn.Module, units: Mapping[Any, int]) -> list[int]:
+    """Numbers of the units in the order in which they last ran. ``units``: by ``fully_shard``'s group."""
+    return [units.get(group, -1) for group in _compat.forward_order(cast(FSDPModule, model))]
 
 
 def set_comms(modules: Iterable[FSDPModule], gather: Any = None, reduce: Any = None) -> None:
@@ -170,11 +169,11 @@ def probe(
     (own,) = shown
     unit.lay_out(accumulator_dtype)
     spec = unit.spec()
-    derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
-    has_its_size = spec.shard_numel == own.numel()
-    if has_its_size and spec.shard_dtype == own.dtype:
+    derived = torch.zeros_like(own)
+    is_alike = (spec.shard_numel, spec.shard_dtype) == (own.numel(), own.dtype)
+    if is_alike:
         unit.write_shard(derived)
-    if not has_its_size or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
+    if not is_alike or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
         raise NotImplementedError(
             f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
             'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'

@@ -67,7 +67,7 @@ class OnDemandEngine(OverWindows):
         self._scalars.attach(model, self._rendezvous)
         # 3. Windows.
         protocol = self._open([unit.spec() for unit in self._units])
-        groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
+        groups = {_compat.group_of(unit.modules[0]): unit.index for unit in self._units}
         self._additions = Additions(self._units, partial(ran_forward, model, groups))
         pairs = [*zip(self._units, protocol.windows, strict=True)]
         self._sums = [UnitSum(unit, window, self._additions) for unit, window in pairs]
