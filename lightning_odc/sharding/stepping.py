@@ -24,9 +24,7 @@ def clip(
     parameters = list(parameters)
     for parameter in parameters:
         if parameter.grad is not None:
-            mesh = None
-            if isinstance(parameter, DTensor):
-                mesh = parameter.device_mesh
+            mesh = getattr(parameter, "device_mesh", None)  # of plain tensors, none
             by_mesh.setdefault(mesh, []).append(parameter)
     if len(by_mesh.keys() - {None}) < 2:
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -76,9 +74,7 @@ def take_parts(model: Any) -> None:
 
 def part_of(value: object, parameter: object, advice: str) -> object:
     """This rank's part of a value that has one number per element of a sharded parameter; scalars as they are."""
-    if not isinstance(parameter, DTensor):
-        return value
-    if not isinstance(value, Tensor) or not value.ndim:
+    if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.ndim):
         return value
     shape = list(parameter.shape)
     if list(value.shape) != shape:
