@@ -217,8 +217,8 @@ def load_optimizer(saved: Any, optimizer: Optimizer, model: nn.Module) -> None:
         parts = {name: part_of(value, parameter, _ADVICE) for name, value in values.items()}
         state[numbers[parameter]] = parts
     groups = []
-    for group in saved["param_groups"]:
-        held = [numbers[known[label]] for label in group["params"]]
+    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        held = [numbers[parameter] for parameter in own["params"]]
         groups.append({**group, "params": held})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
