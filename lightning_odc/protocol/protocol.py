@@ -142,8 +142,7 @@ class Protocol(RankState):
         self.peers.begin(Activity.COMPUTE)
         self.transport.store(Word.VERSION, self.version)
         self.windows = [
-            UnitWindow(self, index, spec, self.spec.sources, Word.COUNT + len(self._units) + index)
-            for index, spec in enumerate(self._units)
+            UnitWindow(self, index, spec, self.spec.sources) for index, spec in enumerate(self._units)
         ]
         if self._hang_report is not None:
             self._hang_report.start(self.peers.longest_wait, self._describe)

@@ -90,11 +90,10 @@ class _Accumulator(NamedTuple):
 class UnitWindow:
     """One unit as this rank sees it in the windows of all ranks, which must be open."""
 
-    def __init__(self, state: RankState, index: int, spec: UnitSpec, sources: int, edited_word: int) -> None:
+    def __init__(self, state: RankState, index: int, spec: UnitSpec, sources: int) -> None:
         self.index = index
         self.spec = spec
         self.gathers = 0  # number of gathers of the unit since it was last set to 0
-        self._edited_word = edited_word
         self._state = state
         self._transport = transport = state.transport
         self._world_size = transport.world_size
@@ -106,7 +105,8 @@ class UnitWindow:
         self.own = state.node * self._world_size + rank  # 1: place of this rank among them
         # [1, 0]: ranks begin at different windows, so that they do not all wait for one lock.
         own_first = [(rank + step) % self._world_size for step in range(self._world_size)]
-        self.word = Word.COUNT + index
+        self.word = Word.COUNT + 2 * index
+        self._edited_word = self.word + 1
         self._is_small = not transport.runs_ahead and self.owners * spec.shard_bytes <= _SMALL
         windows = [transport.shard(owner, index) for owner in range(self._world_size)]
         by_window = [shards.view(state.nodes, spec.shard_numel) for shards in windows]
@@ -120,7 +120,7 @@ class UnitWindow:
             if others:
                 parts = [([self._shards[peer]], peer * spec.shard_numel) for peer in others]
                 version = transport.watch(owner, self.word)
-                edited = transport.watch(owner, edited_word)
+                edited = transport.watch(owner, self._edited_word)
                 self._published.append(_Published(owner, version, edited, parts))
         # One accumulator per source, which needs no lock; else one for all sources.
         source = 0
