@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import _compat
@@ -17,10 +17,11 @@ from lightning_odc.engine.additions import Added
 from lightning_odc.engine.comm import RootUnit, forget_pass, reset_units, set_comms
 from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.engine.unit_calls import UnitCalls
-from lightning_odc.engine.units import Unit, find_units
+from lightning_odc.engine.units import NamedTensors, Unit, find_units
 from lightning_odc.engine.whole_gradients import Scalars
 from lightning_odc.protocol.peers import Signals
 from lightning_odc.protocol.records import Ledger, SettleRecord
+from lightning_odc.protocol.sample_group import Claims
 from lightning_odc.protocol.tracing import Traced
 from lightning_odc.protocol.unit_window import Traffic
 
@@ -117,9 +118,7 @@ class Engine(Traced, ABC):
     def begin_microbatch(self, index: int) -> None:
         """Record the microbatch, for reports."""
 
-    def claims(
-        self, place: int, costs: Sequence[Sequence[float]], *, trains: bool = False
-    ) -> Iterator[tuple[int, int]]:
+    def claims(self, place: int, costs: Sequence[Sequence[float]], *, trains: bool = False) -> Claims:
         """Place and number of the items for this rank to do: here its own, in order.
 
         All ranks together. No item comes up on two ranks. A place is a rank, or a group of ranks that compute one
@@ -234,7 +233,7 @@ class Engine(Traced, ABC):
         """Which peer has failed or died, and why; empty if none has, or it is not known."""
         return ""
 
-    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self, module: nn.Module | None = None) -> NamedTensors:
         """Name and whole tensor of every parameter of the model, or of a part of it, in the dtype that it computes in.
 
         One rank alone may call it, between two optimizer steps, in the thread that trains. It reads unit by unit and

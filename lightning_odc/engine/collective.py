@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,9 @@ from lightning_odc.engine.comm import (
     reset_units,
     set_comms,
 )
+from lightning_odc.engine.units import NamedTensors
 from lightning_odc.engine.whole_gradients import WholeGradients
+from lightning_odc.protocol.flat_sums import Gradients
 from lightning_odc.protocol.records import SettleRecord, check_records, total_weight
 from lightning_odc.protocol.transports.base import Rendezvous
 
@@ -63,7 +65,7 @@ class CollectiveEngine(ByCollectives):
         for unit in self._units:
             set_comms(unit.modules, gather, self._reduce_scatter)
 
-    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self, module: nn.Module | None = None) -> NamedTensors:
         if self.world_size > 1:
             super().parameters(module)
         dtypes = {}
@@ -110,7 +112,7 @@ class CollectiveEngine(ByCollectives):
         self._root.check_reduced()
 
     @torch.no_grad()
-    def _add(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    def _add(self, gradients: Gradients) -> None:
         for parameter, new in gradients.items():
             if parameter in self._sums:
                 self._sums[parameter].add_(new)

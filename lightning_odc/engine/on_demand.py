@@ -33,7 +33,7 @@ from lightning_odc.engine.over_windows import OverWindows
 from lightning_odc.engine.staleness import StalenessGuard, compared
 from lightning_odc.engine.streaming import stream
 from lightning_odc.engine.unit_sum import UnitSum
-from lightning_odc.engine.units import ParamSlot, Unit, compare_models
+from lightning_odc.engine.units import NamedTensors, ParamSlot, Unit, compare_models
 from lightning_odc.errors import ODCError
 from lightning_odc.protocol.protocol import Protocol
 from lightning_odc.protocol.records import SettleRecord, any_flags, check_records, flags_to_hex, total_weight
@@ -299,7 +299,7 @@ class OnDemandEngine(OverWindows):
         self.exchange("publish parameters", None)
         self.publish()
 
-    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self, module: nn.Module | None = None) -> NamedTensors:
         yield from stream(self._units, self.protocol, self._names_in(module), self._thread)
 
     def _before_collective(self) -> None:

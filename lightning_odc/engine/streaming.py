@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_odc.engine.units import Unit
+from lightning_odc.engine.units import NamedTensors, Unit
 from lightning_odc.errors import StaleShardError
 from lightning_odc.protocol.protocol import Protocol
 
@@ -19,7 +19,7 @@ def stream(
     protocol: Protocol,
     names: Mapping[nn.Parameter, str],
     thread: int,
-) -> Iterator[tuple[str, Tensor]]:
+) -> NamedTensors:
     """Name and whole tensor of parameters, in the order of the units. See `Engine.parameters`.
 
     Args:

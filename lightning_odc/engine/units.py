@@ -36,7 +36,10 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_odc import _compat
 from lightning_odc._version import __version__
 from lightning_odc.errors import DisagreementError
-from lightning_odc.protocol.transports.base import Rendezvous, Segment, UnitSpec, joined, packed
+from lightning_odc.protocol.transports.base import Rendezvous, Run, Segment, UnitSpec, joined, packed
+
+NamedTensors = Iterator[tuple[str, Tensor]]
+"""Parameters, with their names."""
 
 #: The name of the root unit, since the root module has none.
 ROOT = "(root)"
@@ -134,7 +137,7 @@ class Unit:
     reduced_in_step: set[ParamSlot] = field(default_factory=set)
     grad_slots: list[ParamSlot] = field(default_factory=list)  # have a place in the accumulator
     # Where these lie in the shard: (begin, end).
-    grad_ranges: list[tuple[int, int]] = field(default_factory=list)
+    grad_ranges: list[Run] = field(default_factory=list)
     shard_numel: int = 0  # elements of this rank's published shard
     whole: list[Segment] = field(default_factory=list)  # where all of these lie
     _sizes: list[int] = field(default_factory=list)

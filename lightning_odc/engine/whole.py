@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import ByCollectives
 from lightning_odc.engine.over_windows import OverWindows
+from lightning_odc.engine.units import NamedTensors
 from lightning_odc.engine.values import give_first_values, ranks_of_job, send_values
 from lightning_odc.engine.whole_gradients import WholeGradients
 from lightning_odc.errors import DisagreementError
@@ -179,7 +180,7 @@ class WholeEngine(Engine):
         self._steps += 1
         self.settled = False
 
-    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self, module: nn.Module | None = None) -> NamedTensors:
         for parameter, name in self._names_in(module).items():
             yield name, parameter.detach().clone()
 

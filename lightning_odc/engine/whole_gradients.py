@@ -19,7 +19,7 @@ rank order and divide, as in Note [Who divides].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,6 +29,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.errors import SETTLE, ODCError
+from lightning_odc.protocol.flat_sums import Gradients
 from lightning_odc.protocol.transports.base import Rendezvous
 
 
@@ -45,7 +46,7 @@ class WholeGradients:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        take: Callable[[Mapping[nn.Parameter, Tensor]], None],
+        take: Callable[[Gradients], None],
         of_tensors: bool = True,
     ) -> None:
         self.parameters = parameters
@@ -125,7 +126,7 @@ class WholeGradients:
         self._parts.clear()
         self._take(visible)
 
-    def give(self, totals: Mapping[nn.Parameter, Tensor]) -> None:
+    def give(self, totals: Gradients) -> None:
         """Put complete gradients into ``.grad``, and call the hooks that waited for them."""
         for parameter, total in totals.items():
             gradient = total
@@ -175,7 +176,7 @@ class Scalars:
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.fill_(value)
 
-    def _add(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    def _add(self, gradients: Gradients) -> None:
         for parameter, gradient in gradients.items():
             new = gradient.detach().double()
             if parameter in self._sums:

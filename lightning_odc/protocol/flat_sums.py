@@ -23,6 +23,9 @@ from torch import Tensor, nn
 
 from lightning_odc.protocol.transports.base import UnitSpec
 
+Gradients = Mapping[nn.Parameter, Tensor]
+"""Gradients by parameter."""
+
 #: Elements of the first piece of a vector, and the least of the others, of which there are at most so many.
 _FIRST = 2**17
 _LEAST = 2**22
@@ -81,7 +84,7 @@ class FlatSums:
         return specs
 
     @torch.no_grad()
-    def add(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    def add(self, gradients: Gradients) -> None:
         """Add the gradients of a pass."""
         self._spare = dict(gradients)
         first: dict[Tensor, Tensor] = {}

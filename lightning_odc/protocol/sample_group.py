@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_odc.errors import DisagreementError
 
+Claims = Iterator[tuple[int, int]]
+"""Place and number of what a rank is to do, in order; see `lightning_odc.protocol.stealing`."""
+
 #: The most bytes of what ranks of a group tell each other: a digest, or two numbers.
 _MOST_BYTES = 256
 #: The time that a rank which ran out of memory waits for the others to do so, too.
@@ -80,7 +83,7 @@ class SampleGroup:
                 f"The ranks {self.ranks} are one group, and have different {what}: {different}. {advice}"
             )
 
-    def follow(self, claims: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    def follow(self, claims: Claims) -> Claims:
         """The claims of the first rank of the group, on all of its ranks."""
         while True:
             own = next(claims, None) if self._is_first else None

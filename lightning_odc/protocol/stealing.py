@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from lightning_odc.protocol.peers import Word
 from lightning_odc.protocol.protocol import Protocol
-from lightning_odc.protocol.sample_group import SampleGroup
+from lightning_odc.protocol.sample_group import Claims, SampleGroup
 from lightning_odc.protocol.waiting import Cause
 
 _BITS = 12
@@ -106,7 +106,7 @@ class WorkQueues:
         (word,) = struct.unpack("<q", struct.pack("<d", seconds_per_cost))
         self._transport.store(Word.RATE, word)
 
-    def claims(self) -> Iterator[tuple[int, int]]:
+    def claims(self) -> Claims:
         """Rank and number of all that this rank is to run: its own, then what it steals."""
         for number in iter(self.take, None):
             yield self._rank, number
@@ -167,7 +167,7 @@ def claims(
     costs: Sequence[Sequence[float]],
     trains: bool = False,
     sample_group: SampleGroup | None = None,
-) -> Iterator[tuple[int, int]]:
+) -> Claims:
     """Place and number of all items for this rank to do: its own, then those of loaded peers of its node.
 
     Args:
@@ -203,7 +203,7 @@ def claims(
         """Seconds of a clock that stands still while this rank waits."""
         return time.monotonic() - sum(protocol.waiter.seconds.values())
 
-    def taken() -> Iterator[tuple[int, int]]:
+    def taken() -> Claims:
         seconds = cost = 0.0  # own work, and its planned cost
         for rank, number in claimed:
             protocol.peers.check()

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_odc.errors import PUBLISH, DisagreementError, StaleShardError
 from lightning_odc.protocol.peers import Activity, Peers, Word
 from lightning_odc.protocol.tracing import Traced
-from lightning_odc.protocol.transports.base import Lock, Segment, Transport, UnitSpec
+from lightning_odc.protocol.transports.base import Lock, ReadWord, Segment, Transport, UnitSpec
 from lightning_odc.protocol.waiting import Cause, Waiter
 
 #: A unit of at most this many bytes is read by one call, own shard included: calls take longer than copying.
@@ -74,8 +74,8 @@ class _Published(NamedTuple):
     """What one window holds of other ranks."""
 
     owner: int
-    version: Callable[[], int]  # reads the version word of the unit
-    edited: Callable[[], int]  # reads in which version frozen parameters of the unit changed last
+    version: ReadWord  # reads the version word of the unit
+    edited: ReadWord  # reads in which version frozen parameters of the unit changed last
     parts: list[tuple[list[Tensor], int]]  # each shard in a list by itself, and its begin in the whole unit
 
 
@@ -250,7 +250,7 @@ class UnitWindow:
         rank = self._transport.job_rank
         describe = self._transport.describe
 
-        def until(word: Callable[[], int], activity: Activity, cause: Cause, what: str) -> None:
+        def until(word: ReadWord, activity: Activity, cause: Cause, what: str) -> None:
             state.peers.begin(activity, self.index)
             state.waiter.until(
                 lambda: word() >= state.version,

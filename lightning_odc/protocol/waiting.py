@@ -19,6 +19,10 @@ from pathlib import Path
 
 from lightning_odc.errors import WaitTimeoutError
 from lightning_odc.protocol.tracing import Traced, Tracer
+from lightning_odc.protocol.transports.base import Ready
+
+Describe = Callable[[], str]
+"""Makes a part of a message, when it is needed."""
 
 _SPINS = 3
 _FIRST_SLEEP = 20e-6
@@ -54,23 +58,23 @@ class Waiter(Traced):
         self,
         timeout: float,  # seconds after which a wait gives up
         check: Callable[[], None],  # called 20 times a second in every wait; raises if a peer has failed
-        report: Callable[[], str],  # where every rank is, for the message of a timeout
+        report: Describe,  # where every rank is, for the message of a timeout
         hang_report: HangReport | None = None,  # receives a timeout, too
         tracers: list[Tracer] | None = None,
     ) -> None:
         super().__init__(tracers)
         self.timeout = timeout
         self.seconds: dict[Cause, float] = dict.fromkeys(Cause, 0.0)  # of idle time since the start
-        self.waiting_for: Callable[[], str] | None = None  # while it waits
+        self.waiting_for: Describe | None = None  # while it waits
         self._check = check
         self._report = report
         self._hang_report = hang_report
 
     def until(
         self,
-        ready: Callable[[], bool],
+        ready: Ready,
         cause: Cause | None,
-        what: Callable[[], str],
+        what: Describe,
         peer: int | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
@@ -88,7 +92,7 @@ class Waiter(Traced):
                 self._sleep_until(ready, what, check)
 
     @contextmanager
-    def during(self, cause: Cause | None, what: Callable[[], str], peer: int | None = None) -> Iterator[None]:
+    def during(self, cause: Cause | None, what: Describe, peer: int | None = None) -> Iterator[None]:
         """Enter the time inside as a wait, as `until` does; for a rank in a collective, which has its own end.
 
         Args:
@@ -109,9 +113,7 @@ class Waiter(Traced):
                 self.seconds[cause] += (time.monotonic_ns() - begin) / 1e9
                 self.record("wait", begin, cause=str(cause), peer=peer)
 
-    def _sleep_until(
-        self, ready: Callable[[], bool], what: Callable[[], str], check: Callable[[], None] | None
-    ) -> None:
+    def _sleep_until(self, ready: Ready, what: Describe, check: Callable[[], None] | None) -> None:
         begin = time.monotonic()
         next_check = begin + CHECK_EVERY
         spins = _SPINS
@@ -145,16 +147,14 @@ class Waiter(Traced):
 class HangReport:
     """Writes reports of one rank, and keeps a thread that decides when to."""
 
-    def __init__(
-        self, after: float, directory: Path | None, rank: int, place: Callable[[], str] = str
-    ) -> None:
+    def __init__(self, after: float, directory: Path | None, rank: int, place: Describe = str) -> None:
         self.place = place
         self.after = after  # seconds of waiting until the next report; after a reported wait, twice that wait
         self.path = None if directory is None else directory / f"rank{rank}.txt"  # None: to stderr alone
         self._rank = rank
         self._thread: threading.Thread | None = None
 
-    def start(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
+    def start(self, longest_wait: Callable[[], float], describe: Describe) -> None:
         """Begin to look."""
         self._stop = threading.Event()
         watch = partial(self._watch, longest_wait, describe)
@@ -186,7 +186,7 @@ class HangReport:
         sys.stderr.write(f"lightning-odc: {text}\n  {note}\n")
         sys.stderr.flush()
 
-    def _watch(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
+    def _watch(self, longest_wait: Callable[[], float], describe: Describe) -> None:
         told = 0.0
         while not self._stop.wait(min(self.after / _NAPS, _LONGEST_NAP)):
             waited = longest_wait()

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.files import not_written, replacing, why_no_room
-from lightning_odc.sharding.optimizers import parameters_of
+from lightning_odc.sharding.optimizers import StateDict, parameters_of
 from lightning_odc.sharding.stepping import part_of, whole
 from lightning_odc.sharding.untrusted import refuse_code
 
@@ -54,7 +54,7 @@ _METADATA = ".metadata"
 class WholeCheckpointIO(TorchCheckpointIO):
     """Writes checkpoint files that are whole at every moment."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: StateDict, path: Any, storage_options: Any = None) -> None:
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -68,7 +68,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             file.write(buffer.getbuffer())
 
 
-def model_state(model: nn.Module, full: bool) -> dict[str, Any]:
+def model_state(model: nn.Module, full: bool) -> StateDict:
     """What ``model.state_dict()`` returns; if ``full`` assembled on rank 0 (empty elsewhere), else this rank's shards.
 
     It may have rules of its own: other names, parts left out, extra state. All ranks together.
@@ -89,9 +89,7 @@ def load_model_state(model: nn.Module, saved: Mapping[str, Any], strict: bool) -
         check_names(found.missing_keys, found.unexpected_keys)
 
 
-def optimizer_state(
-    model: nn.Module, optimizer: Optimizer | LightningOptimizer, full: bool
-) -> dict[str, Any]:
+def optimizer_state(model: nn.Module, optimizer: Optimizer | LightningOptimizer, full: bool) -> StateDict:
     """The optimizer's state; if ``full`` that of an ordinary optimizer on rank 0 (empty elsewhere), else shards."""
     if isinstance(optimizer, LightningOptimizer):
         optimizer = optimizer.optimizer
@@ -102,7 +100,7 @@ def optimizer_state(
     return _whole_on_rank_0(optimizer.state_dict())
 
 
-def _whole_on_rank_0(state: dict[str, Any]) -> dict[str, Any]:
+def _whole_on_rank_0(state: StateDict) -> StateDict:
     """A state dict without shards on rank 0, and an empty one elsewhere. All ranks together, tensor by tensor."""
     is_kept = dist.get_rank() == 0
 
@@ -159,7 +157,7 @@ def load(
     strict: bool,
     weights_only: bool | None,
     checkpoint_io: CheckpointIO,
-) -> dict[str, Any]:
+) -> StateDict:
     """Read a checkpoint; shards go into the model. A full one comes back whole, else the rest. All ranks together.
 
     Args:
@@ -191,7 +189,7 @@ def load(
     return rest
 
 
-def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
+def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool | None) -> StateDict:
     """A full checkpoint. A local file is mapped and not read as a whole, unless it is in a format of the user's."""
     if type(checkpoint_io) not in (WholeCheckpointIO, AsyncCheckpointIO):
         load_checkpoint: Callable[..., Any] = checkpoint_io.load_checkpoint
@@ -224,7 +222,7 @@ def load_optimizer(saved: Any, optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def _labelled(
-    optimizer: Optimizer, saved_groups: list[dict[str, Any]], model: nn.Module
+    optimizer: Optimizer, saved_groups: list[StateDict], model: nn.Module
 ) -> dict[str | int, nn.Parameter]:
     """Parameters by their labels in a checkpoint: names, or numbers of which only the order in the groups counts."""
     saved_sizes = [len(group["params"]) for group in saved_groups]
@@ -253,7 +251,7 @@ def _labelled(
 # -- sharded checkpoints -----------------------------------------------------------------------------------
 
 
-def save_shards(checkpoint: dict[str, Any], path: Path, rank: int, barrier: Callable[[], None]) -> None:
+def save_shards(checkpoint: StateDict, path: Path, rank: int, barrier: Callable[[], None]) -> None:
     """Write shards of model and optimizers, and one file with everything else. All ranks together."""
     unfinished = _beside(path, "unfinished")
     unfinished.mkdir(parents=True, exist_ok=True)
@@ -304,7 +302,7 @@ def _beside(path: Path, what: str) -> Path:
     return path.with_name(f".{path.name}.{what}")
 
 
-def _load_shards(path: Path, model: nn.Module, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+def _load_shards(path: Path, model: nn.Module, strict: bool, weights_only: bool | None) -> StateDict:
     """Read this rank's part, however many ranks wrote the checkpoint; see `load`."""
     if weights_only is not False:
         refuse_code(path)
@@ -327,7 +325,7 @@ def _load_shards(path: Path, model: nn.Module, strict: bool, weights_only: bool 
     load_distributed(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
     load_model_state(model, state[key], strict)
     metadata = path / _compat_lightning.METADATA_FILENAME
-    rest: dict[str, Any] = torch.load(metadata, weights_only=weights_only)
+    rest: StateDict = torch.load(metadata, weights_only=weights_only)
     count = sum(part.startswith(_OPTIMIZER) for part in parts)
     keys = [f"{_OPTIMIZER}{index}" for index in range(count)]
     rest["optimizer_states"] = [partial(_load_optimizer_shards, path, key) for key in keys]  # not read yet
@@ -346,7 +344,7 @@ def _load_optimizer_shards(path: Path, key: str, optimizer: Optimizer, model: nn
     for parameter in frozen:
         parameter.requires_grad_(True)  # torch leaves out the state of those that are not trained now
     try:
-        state: dict[str, Any] = {key: get_optimizer_state_dict(model, optimizer)}
+        state: StateDict = {key: get_optimizer_state_dict(model, optimizer)}
         load_distributed(state, checkpoint_id=path, planner=DefaultLoadPlanner())
         set_optimizer_state_dict(model, optimizer, state[key], options=StateDictOptions(cpu_offload=True))
     finally:
@@ -401,7 +399,7 @@ class _Looks(pickle.Pickler):
         return None
 
 
-def keep_savable(checkpoint: dict[str, Any], owners: Sequence[Any]) -> list[str]:
+def keep_savable(checkpoint: StateDict, owners: Sequence[Any]) -> list[str]:
     """Take out hyperparameters that cannot be saved; modules become what they were when they were given.
 
     Args:

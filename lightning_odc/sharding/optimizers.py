@@ -23,6 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.sharding.stepping import part_of
 
+StateDict = dict[str, Any]
+"""What is saved, by name."""
+
 _LATER = "Load it from a sharded checkpoint, after the model is sharded."
 
 
@@ -98,7 +101,7 @@ def make_states_whole(optimizer: Optimizer) -> None:
         optimizer.state[parameter] = assembled(state)
 
 
-def assembled(state: dict[str, Any]) -> dict[str, Any]:
+def assembled(state: StateDict) -> StateDict:
     """A state without shards: they become whole, in host memory. All ranks together."""
     return apply_to_collection(state, DTensor, lambda shard: shard.full_tensor().cpu())
 

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from lightning_odc import _compat
-from lightning_odc.background import Background
+from lightning_odc.background import Background, Job
 from lightning_odc.errors import WindowError
 from lightning_odc.protocol.transports import preflight
-from lightning_odc.protocol.transports.base import Rendezvous, UnitSpec, WindowSpec
+from lightning_odc.protocol.transports.base import Ready, Rendezvous, UnitSpec, WindowSpec
 from lightning_odc.protocol.transports.preflight import DeviceFacts
 from lightning_odc.protocol.transports.shared_memory import SharedMemoryTransport
 
@@ -128,7 +128,7 @@ class CudaTransport(SharedMemoryTransport):
     def on_another_stream(self) -> AbstractContextManager[None]:
         return self._device.on_another_stream()
 
-    def drain(self) -> Callable[[], bool]:
+    def drain(self) -> Ready:
         if self._announcer is not None:
             self._announcer.check()
         while self._streams:
@@ -143,7 +143,7 @@ class CudaTransport(SharedMemoryTransport):
 class Announcer:
     """A thread that writes words, in order, when the device has done what they announce; see the Note above."""
 
-    def __init__(self, store: Callable[[int, int], None], enter_thread: Callable[[], None]) -> None:
+    def __init__(self, store: Callable[[int, int], None], enter_thread: Job) -> None:
         self._store = store
         self._thread = Background("announcer", self.stop, begin=enter_thread)
 

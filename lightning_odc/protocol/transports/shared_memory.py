@@ -29,7 +29,7 @@ from lightning_odc import host_memory
 from lightning_odc.errors import WindowError
 from lightning_odc.host_memory import gib
 from lightning_odc.protocol.transports import host
-from lightning_odc.protocol.transports.base import Rendezvous, Transport, WindowSpec
+from lightning_odc.protocol.transports.base import ReadWord, Rendezvous, Transport, WindowSpec
 
 #: Bytes before the window's own layout begins.
 HEADER_BYTES = 4096
@@ -246,7 +246,7 @@ class SharedMemoryTransport(Transport):
             self._fence()
         return value
 
-    def watch(self, owner: int, word: int) -> Callable[[], int]:
+    def watch(self, owner: int, word: int) -> ReadWord:
         if self._fence is not None:
             return super().watch(owner, word)
         return partial(self._windows[owner].words.__getitem__, word)
