@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_odc.engine.whole_gradients import Scalars
 from lightning_odc.protocol.peers import Signals
 from lightning_odc.protocol.records import Ledger, SettleRecord
 from lightning_odc.protocol.sample_group import Claims
+from lightning_odc.protocol.stealing import Costs
 from lightning_odc.protocol.tracing import Traced
 from lightning_odc.protocol.unit_window import Traffic
 
@@ -118,7 +119,7 @@ class Engine(Traced, ABC):
     def begin_microbatch(self, index: int) -> None:
         """Record the microbatch, for reports."""
 
-    def claims(self, place: int, costs: Sequence[Sequence[float]], *, trains: bool = False) -> Claims:
+    def claims(self, place: int, costs: Costs, *, trains: bool = False) -> Claims:
         """Place and number of the items for this rank to do: here its own, in order.
 
         All ranks together. No item comes up on two ranks. A place is a rank, or a group of ranks that compute one

@@ -13,6 +13,7 @@ from lightning_odc.protocol import stealing
 from lightning_odc.protocol.proof import open_proven
 from lightning_odc.protocol.protocol import Protocol
 from lightning_odc.protocol.sample_group import Claims, SampleGroup
+from lightning_odc.protocol.stealing import Costs
 from lightning_odc.protocol.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.protocol.unit_window import Traffic
 from lightning_odc.protocol.waiting import HangReport
@@ -78,7 +79,7 @@ class OverWindows(Engine):
         """Items of other ranks that this rank has taken so far."""
         return self.protocol.stolen
 
-    def claims(self, place: int, costs: Sequence[Sequence[float]], *, trains: bool = False) -> Claims:
+    def claims(self, place: int, costs: Costs, *, trains: bool = False) -> Claims:
         return stealing.claims(self.protocol, costs, trains, self._sample_group if trains else None)
 
     def announce_collective(self, kind: str) -> None:

@@ -50,7 +50,7 @@ class FlatSums:
         self.known: dict[nn.Parameter, Tensor] = {}
         self._places: dict[nn.Parameter, Tensor] = {}
         # Gradients of the last pass, whose memory `totals` uses again.
-        self._spare: dict[nn.Parameter, Tensor] = {}
+        self._spare: Gradients = {}
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             own = parameter.dtype.to_real()
@@ -107,7 +107,7 @@ class FlatSums:
         if left:
             torch._foreach_zero_(left)
 
-    def totals(self, received: Sequence[bool]) -> dict[nn.Parameter, Tensor]:
+    def totals(self, received: Sequence[bool]) -> Gradients:
         """What lies in the pieces now, copied, of `parameters` that have ``received`` a gradient on any rank."""
         copies = {}
         for (parameter, place), flag in zip(self._places.items(), received, strict=True):

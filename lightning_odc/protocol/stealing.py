@@ -32,6 +32,9 @@ from lightning_odc.protocol.protocol import Protocol
 from lightning_odc.protocol.sample_group import Claims, SampleGroup
 from lightning_odc.protocol.waiting import Cause
 
+Costs = Sequence[Sequence[float]]
+"""The costs of items, by place, in any unit."""
+
 _BITS = 12
 _MASK = (1 << _BITS) - 1
 
@@ -50,7 +53,7 @@ class Queue:
 class WorkQueues:
     """All ranks' queues of a minibatch, or of prompts to be sampled: see Note [Every microbatch runs exactly once]."""
 
-    def __init__(self, protocol: Protocol, number: int, costs: Sequence[Sequence[float]]) -> None:
+    def __init__(self, protocol: Protocol, number: int, costs: Costs) -> None:
         if max(map(len, costs)) > _MASK:
             raise ValueError(
                 f"Stealing works with up to {_MASK} microbatches per rank, or prompts: use larger microbatches, or "
@@ -164,7 +167,7 @@ class WorkQueues:
 
 def claims(
     protocol: Protocol,
-    costs: Sequence[Sequence[float]],
+    costs: Costs,
     trains: bool = False,
     sample_group: SampleGroup | None = None,
 ) -> Claims:

@@ -24,6 +24,9 @@ from lightning_odc.protocol.transports.base import Ready
 Describe = Callable[[], str]
 """Makes a part of a message, when it is needed."""
 
+Check = Callable[[], None]
+"""Raises if a wait can never end."""
+
 _SPINS = 3
 _FIRST_SLEEP = 20e-6
 _LONGEST_SLEEP = 500e-6
@@ -57,7 +60,7 @@ class Waiter(Traced):
     def __init__(
         self,
         timeout: float,  # seconds after which a wait gives up
-        check: Callable[[], None],  # called 20 times a second in every wait; raises if a peer has failed
+        check: Check,  # called 20 times a second in every wait; raises if a peer has failed
         report: Describe,  # where every rank is, for the message of a timeout
         hang_report: HangReport | None = None,  # receives a timeout, too
         tracers: list[Tracer] | None = None,
@@ -76,7 +79,7 @@ class Waiter(Traced):
         cause: Cause | None,
         what: Describe,
         peer: int | None = None,
-        check: Callable[[], None] | None = None,
+        check: Check | None = None,
     ) -> None:
         """Sleep until ``ready()``.
 
@@ -113,7 +116,7 @@ class Waiter(Traced):
                 self.seconds[cause] += (time.monotonic_ns() - begin) / 1e9
                 self.record("wait", begin, cause=str(cause), peer=peer)
 
-    def _sleep_until(self, ready: Ready, what: Describe, check: Callable[[], None] | None) -> None:
+    def _sleep_until(self, ready: Ready, what: Describe, check: Check | None) -> None:
         begin = time.monotonic()
         next_check = begin + CHECK_EVERY
         spins = _SPINS

@@ -40,6 +40,9 @@ from lightning_odc.sharding.optimizers import StateDict, parameters_of
 from lightning_odc.sharding.stepping import part_of, whole
 from lightning_odc.sharding.untrusted import refuse_code
 
+Location = Path | str
+"""Where a checkpoint is: a path, or a URL."""
+
 _ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_dict_type="sharded").'
 #: Under which Lightning saves the state of our precision plugin: the name of its class.
 PRECISION_KEY = "ODCPrecision"
@@ -116,14 +119,14 @@ def _whole_on_rank_0(state: StateDict) -> StateDict:
     return state
 
 
-def location(path: str | Path) -> Path | str:
+def location(path: Location) -> Location:
     """Where a checkpoint is: a path, or a URL as it stands, in which ``Path`` would merge the slashes."""
     if "://" in str(path):
         return str(path)
     return Path(path)
 
 
-def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[], None]) -> None:
+def make_room(path: Location, full: bool, is_first: bool, barrier: Callable[[], None]) -> None:
     """Remove a checkpoint of the other kind where one is to be written. All ranks together."""
     if isinstance(path, str):
         if not full:
@@ -151,7 +154,7 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
 
 
 def load(
-    path: Path | str,
+    path: Location,
     model: nn.Module,
     optimizers: list[Optimizer],
     strict: bool,
@@ -189,7 +192,7 @@ def load(
     return rest
 
 
-def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool | None) -> StateDict:
+def _read(path: Location, checkpoint_io: CheckpointIO, weights_only: bool | None) -> StateDict:
     """A full checkpoint. A local file is mapped and not read as a whole, unless it is in a format of the user's."""
     if type(checkpoint_io) not in (WholeCheckpointIO, AsyncCheckpointIO):
         load_checkpoint: Callable[..., Any] = checkpoint_io.load_checkpoint
