@@ -109,7 +109,9 @@ class Engine(Traced, ABC):
             microbatches: How many this rank is to run.
             plan: The fingerprint of the plan of all ranks; ``None`` if there is none.
         """
-        self.ledger.begin_minibatch(plan)
+        self.ledger.is_weighted = True
+        if plan is not None:
+            self.ledger.plans.append(plan)
         self._runs_minibatch = True
 
     def _apart(self, manual: bool) -> bool:

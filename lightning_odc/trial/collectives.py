@@ -43,16 +43,13 @@ class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
             frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
             if not any(module_of(frame).startswith(_MOVERS) for frame in frames):
                 self.heard = _line_of(frames)
-        self._keep(_compat.written_by(func, args))
-        return func(*args, **(kwargs or {}))
-
-    def _keep(self, written: list[Any]) -> None:
-        for _, tensor in tensors_of(written):
+        for _, tensor in tensors_of(_compat.written_by(func, args)):
             if type(tensor) not in (Tensor, nn.Parameter):
                 continue
             parameter = self._watched.get(tensor.untyped_storage().data_ptr())
             if parameter is not None and parameter not in self.kept:
                 self.kept[parameter] = parameter.detach().clone()
+        return func(*args, **(kwargs or {}))
 
     def put_back(self) -> bool:
         """Let parameters be what they were; returns whether they had changed."""
