@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc import _compat
 from lightning_odc.engine.units import ParamSlot, Unit, class_names, fsdp_modules
 from lightning_odc.errors import ODCError
+from lightning_odc.protocol.transports.base import SumDtype
 
 
 class _Allocating:
@@ -149,14 +150,14 @@ def set_comms(modules: Iterable[FSDPModule], gather: Any = None, reduce: Any = N
 def probe(
     unit: Unit,
     while_gathered: Callable[[ParamSlot], None],
-    accumulator_dtype: torch.dtype | None,
+    accumulator_dtype: SumDtype,
 ) -> None:
     """Lay out a unit as ``fully_shard`` does, or refuse a unit that lies in memory in another way.
 
     Args:
         unit: It has been sharded.
         while_gathered: Called for each parameter; may set `ParamSlot.has_hook`.
-        accumulator_dtype: The dtype of sums; ``None`` for fp32, or wider if the parameters are.
+        accumulator_dtype: The dtype of sums.
     """
     shown = []  # this rank's shard as it is passed to be gathered: 1-D, in the compute dtype
     watching = GatherComm(lambda _comm, _output, own: shown.append(own.clone()))

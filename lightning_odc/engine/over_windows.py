@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from lightning_odc.engine.base import Engine
 from lightning_odc.protocol import stealing
 from lightning_odc.protocol.proof import open_proven
 from lightning_odc.protocol.protocol import Protocol
 from lightning_odc.protocol.sample_group import Claims, SampleGroup
 from lightning_odc.protocol.stealing import Costs
-from lightning_odc.protocol.transports.base import Rendezvous, Transport, UnitSpec
+from lightning_odc.protocol.transports.base import Rendezvous, SumDtype, Transport, UnitSpec
 from lightning_odc.protocol.unit_window import Traffic
 from lightning_odc.protocol.waiting import HangReport
 
@@ -29,7 +27,7 @@ class OverWindows(Engine):
         *,
         timeout: float,  # seconds after which any wait gives up
         deterministic: bool = False,  # sum in rank order; one accumulator per source rank
-        accumulator_dtype: torch.dtype | None = None,  # by default fp32, or wider if the parameters are
+        accumulator_dtype: SumDtype = None,
         hang_report: HangReport | None = None,
         sample_group: SampleGroup | None = None,  # with tensor parallelism
         agree: Rendezvous | None = None,  # of all ranks that must come to one answer, if they are more

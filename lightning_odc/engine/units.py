@@ -36,7 +36,15 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_odc import _compat
 from lightning_odc._version import __version__
 from lightning_odc.errors import DisagreementError
-from lightning_odc.protocol.transports.base import Rendezvous, Run, Segment, UnitSpec, joined, packed
+from lightning_odc.protocol.transports.base import (
+    Rendezvous,
+    Run,
+    Segment,
+    SumDtype,
+    UnitSpec,
+    joined,
+    packed,
+)
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 """Parameters, with their names."""
@@ -142,7 +150,7 @@ class Unit:
     whole: list[Segment] = field(default_factory=list)  # where all of these lie
     _sizes: list[int] = field(default_factory=list)
 
-    def lay_out(self, accumulator_dtype: torch.dtype | None) -> None:
+    def lay_out(self, accumulator_dtype: SumDtype) -> None:
         """Give every parameter its place, also in the accumulator if it has a hook. Its compute dtype must be known."""
         self.as_bytes = len({slot.compute_dtype for slot in self.slots}) > 1
         self.grad_slots = [slot for slot in self.slots if slot.has_hook]

@@ -45,13 +45,13 @@ from lightning_odc.protocol.records import (
     flags_to_hex,
     total_weight,
 )
-from lightning_odc.protocol.transports.base import Rendezvous, Segment, UnitSpec
+from lightning_odc.protocol.transports.base import Rendezvous, Segment, SumDtype, UnitSpec
 
 
 class WholeEngine(Engine):
     """Sums the gradients of a whole model; see Note [Summed here, exchanged once]."""
 
-    _accumulator_dtype: torch.dtype | None
+    _accumulator_dtype: SumDtype
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -216,7 +216,7 @@ class WholeOnDemandEngine(WholeEngine, OverWindows):
 class WholeCollectiveEngine(WholeEngine, ByCollectives):
     """An all-reduce sums, as under DDP; or nothing does, on a single rank."""
 
-    def __init__(self, rendezvous: Rendezvous, accumulator_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, rendezvous: Rendezvous, accumulator_dtype: SumDtype = None) -> None:
         super().__init__()
         self._rendezvous = rendezvous
         self._accumulator_dtype = accumulator_dtype

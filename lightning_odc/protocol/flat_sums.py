@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_odc.protocol.transports.base import UnitSpec
+from lightning_odc.protocol.transports.base import SumDtype, UnitSpec
 
 Gradients = Mapping[nn.Parameter, Tensor]
 """Gradients by parameter."""
@@ -45,7 +45,7 @@ class FlatSums:
         known: The parameters that have received a gradient in this step, each with its sum, shaped as it is.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], owners: int, dtype: torch.dtype | None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], owners: int, dtype: SumDtype) -> None:
         self.pieces: list[Tensor] = []
         self.known: dict[nn.Parameter, Tensor] = {}
         self._places: dict[nn.Parameter, Tensor] = {}

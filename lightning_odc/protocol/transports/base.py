@@ -33,6 +33,8 @@ Rendezvous = Callable[[Any], list[Any]]
 Ready = Callable[[], bool]
 #: Reads a control word.
 ReadWord = Callable[[], int]
+#: The dtype of sums of gradients; by default fp32, or wider if the parameters are.
+SumDtype = torch.dtype | None
 #: Begin and end of elements in a row.
 Run = tuple[int, int]
 
