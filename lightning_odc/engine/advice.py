@@ -93,7 +93,7 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
 def refuse_hooks(units: Sequence[Unit]) -> None:
     """Refuse hooks of ``fully_shard`` that would see zeros on demand, and those that nothing would call."""
     for unit in units:
-        if _compat.has_all_reduce_hook(unit.modules[0]):
+        if _compat.has_all_reduce_hook(unit.module):
             raise ValueError(
                 f"`set_all_reduce_hook` was called on {unit.name!r}, but on demand no gradient passes there: ranks "
                 "add gradients to their owners, which have the sums at the optimizer step. Change gradients in "

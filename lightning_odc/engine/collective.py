@@ -70,7 +70,7 @@ class CollectiveEngine(ByCollectives):
             super().parameters(module)
         dtypes = {}
         for unit in self._units:
-            dtype = _compat.precision_of(unit.modules[0]).param_dtype
+            dtype = _compat.precision_of(unit.module).param_dtype
             dtypes.update({slot.registered_param: dtype for slot in unit.slots})
         for parameter, name in self._names_in(module).items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -162,11 +162,11 @@ def probe(
     shown = []  # this rank's shard as it is passed to be gathered: 1-D, in the compute dtype
     watching = GatherComm(lambda _comm, _output, own: shown.append(own.clone()))
     set_comms(unit.modules, watching)
-    unit.modules[0].unshard()  # what it holds of peers does not matter: it is resharded at once
+    unit.module.unshard()  # what it holds of peers does not matter: it is resharded at once
     for slot in unit.slots:
         slot.compute_dtype = slot.registered_param.dtype
         while_gathered(slot)
-    unit.modules[0].reshard()
+    unit.module.reshard()
     (own,) = shown
     unit.lay_out(accumulator_dtype)
     spec = unit.spec()
@@ -213,7 +213,7 @@ class RootUnit:
     def check_reduced(self) -> None:
         """Refuse a backward pass that left gradients behind, in this unit or another one."""
         for unit in self._units:
-            if not unit.is_gathered or _compat.keeps_gradients(unit.modules[0]):
+            if not unit.is_gathered or _compat.keeps_gradients(unit.module):
                 continue
             left = [slot for slot in unit.slots if slot.registered_param.grad is not None]
             if left:

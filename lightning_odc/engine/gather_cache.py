@@ -138,7 +138,7 @@ class _Entry:
         if stays == self.stays_gathered:
             return
         self.stays_gathered = stays
-        module = self.unit.modules[0]
+        module = self.unit.module
         if stays:  # ``fully_shard`` decides about the root unit when it runs for the first time
             self.reshards = bool(_compat.reshards_after_forward(module))
         module.set_reshard_after_forward(not stays and self.reshards, recurse=False)

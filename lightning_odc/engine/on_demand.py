@@ -56,8 +56,8 @@ class OnDemandEngine(OverWindows):
         self._gradients = gradients
         self._adopt(model)
         for unit in self._units:
-            if _compat.reshards_after_forward(unit.modules[0]) is None:  # on demand, that is as ``True``
-                unit.modules[0].set_reshard_after_forward(True, recurse=False)
+            if _compat.reshards_after_forward(unit.module) is None:  # on demand, that is as ``True``
+                unit.module.set_reshard_after_forward(True, recurse=False)
             probe(unit, partial(self._hook, unit), self._accumulator_dtype)
             if unit.divided_by_fully_shard:
                 unit.set_division(False)
@@ -67,7 +67,7 @@ class OnDemandEngine(OverWindows):
         self._scalars.attach(model, self._rendezvous)
         # 3. Windows.
         protocol = self._open([unit.spec() for unit in self._units])
-        groups = {_compat.group_of(unit.modules[0]): unit.index for unit in self._units}
+        groups = {_compat.group_of(unit.module): unit.index for unit in self._units}
         self._additions = Additions(self._units, partial(ran_forward, model, groups))
         pairs = [*zip(self._units, protocol.windows, strict=True)]
         self._sums = [UnitSum(unit, window, self._additions) for unit, window in pairs]
@@ -330,7 +330,7 @@ class OnDemandEngine(OverWindows):
         for unit in units:
             unit.match_frozen()
             self._staleness.before_reshard(unit)
-            unit.modules[0].reshard()
+            unit.module.reshard()
 
 
 def _totals_of(units: Sequence[Unit], protocol: Protocol) -> Iterator[Tensor]:

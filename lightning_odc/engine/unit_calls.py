@@ -77,7 +77,7 @@ class UnitCalls:
             )
         if unit.name == ROOT:
             self._compared |= self.compare(unit)
-        _compat.before_backward(unit.modules[0])
+        _compat.before_backward(unit.module)
 
 
 def tensors_in(value: Any, depth: int = 2) -> Iterator[Tensor]:

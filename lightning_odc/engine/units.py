@@ -150,6 +150,11 @@ class Unit:
     whole: list[Segment] = field(default_factory=list)  # where all of these lie
     _sizes: list[int] = field(default_factory=list)
 
+    @property
+    def module(self) -> FSDPModule:
+        """The first of its modules, by which ``fully_shard`` is told what to do with all of it."""
+        return self.modules[0]
+
     def lay_out(self, accumulator_dtype: SumDtype) -> None:
         """Give every parameter its place, also in the accumulator if it has a hook. Its compute dtype must be known."""
         self.as_bytes = len({slot.compute_dtype for slot in self.slots}) > 1
@@ -252,7 +257,7 @@ class Unit:
     @functools.cached_property
     def divided_by_fully_shard(self) -> bool:
         """Whether ``fully_shard`` divides gradients before it hands them over: it does, unless fp32 or bf16."""
-        wider = _compat.precision_of(self.modules[0]).reduce_dtype
+        wider = _compat.precision_of(self.module).reduce_dtype
         dtypes = {wider or slot.compute_dtype for slot in self.grad_slots}
         return not dtypes <= {torch.float32, torch.bfloat16}
 

@@ -43,8 +43,8 @@ def give_first_values(
         lines.append(f"{name}: shape {list(parameter.shape)}, {parameter.dtype}, {kind}")
     compare_lines(process_group_rendezvous(dist.group.WORLD), lines)
     send_values([*model.parameters(), *model.buffers()], device)
-    divided = [one.to_local() for one in model.parameters() if isinstance(one, DTensor)]
-    if divided and group is not None:
+    if group is not None:
+        divided = (one.to_local() for one in model.parameters() if isinstance(one, DTensor))
         send_values(divided, device, group)
 
 

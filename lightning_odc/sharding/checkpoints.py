@@ -358,10 +358,11 @@ def _load_optimizer_shards(path: Path, key: str, optimizer: Optimizer, model: nn
 def _with_state(path: Path, key: str, optimizer: Optimizer, model: nn.Module) -> list[nn.Parameter]:
     """The parameters that the checkpoint has state for."""
     held = set(parameters_of(optimizer))
-    named = {}
-    for name, parameter in model.named_parameters():
-        if parameter in held:
-            named[_compat.checkpoint_name(name)] = parameter
+    named = {
+        _compat.checkpoint_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter in held
+    }
     prefix = f"{key}.state."
     entries = [name.removeprefix(prefix) for name in _names_in(path) if name.startswith(prefix)]
     found = set()

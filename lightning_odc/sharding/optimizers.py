@@ -95,12 +95,6 @@ def put_in_place(optimizer: Optimizer, others: Mapping[nn.Parameter, Tensor]) ->
             optimizer.state[other] = optimizer.state.pop(before)
 
 
-def make_states_whole(optimizer: Optimizer) -> None:
-    """Let the states of an optimizer be whole, in host memory. All ranks together."""
-    for parameter, state in optimizer.state.items():
-        optimizer.state[parameter] = assembled(state)
-
-
 def assembled(state: StateDict) -> StateDict:
     """A state without shards: they become whole, in host memory. All ranks together."""
     return apply_to_collection(state, DTensor, lambda shard: shard.full_tensor().cpu())

@@ -38,7 +38,6 @@ from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import (
     ParameterNames,
     assembled,
-    make_states_whole,
     put_in_place,
     regroup,
 )
@@ -289,7 +288,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         for optimizer in self.optimizers:
             put_in_place(optimizer, parameters)
             if fits:
-                make_states_whole(optimizer)
+                for parameter, state in optimizer.state.items():
+                    optimizer.state[parameter] = assembled(state)
         if self.root_device != host:
             self.model.to(host)
         self._names = ParameterNames()
