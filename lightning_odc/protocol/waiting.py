@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
+from lightning_odc.background import Background
 from lightning_odc.errors import WaitTimeoutError
 from lightning_odc.protocol.tracing import Traced, Tracer
 from lightning_odc.protocol.transports.base import Ready
@@ -34,6 +34,7 @@ _SLEEP_FRACTION = 1 / 16
 CHECK_EVERY = 0.05
 _LONGEST_NAP = 1.0  # between two looks of the thread that reports
 _NAPS = 10  # looks per soft limit
+_PATIENCE = 10.0  # seconds for the end of that thread
 
 
 #: Added to the report of a wait that ended at its deadline while another rank was computing.
@@ -155,20 +156,19 @@ class HangReport:
         self.after = after  # seconds of waiting until the next report; after a reported wait, twice that wait
         self.path = None if directory is None else directory / f"rank{rank}.txt"  # None: to stderr alone
         self._rank = rank
-        self._thread: threading.Thread | None = None
+        self._told = 0.0  # the seconds of a wait that was reported and is not over
+        self._thread: Background | None = None
 
     def start(self, longest_wait: Callable[[], float], describe: Describe) -> None:
         """Begin to look."""
-        self._stop = threading.Event()
-        watch = partial(self._watch, longest_wait, describe)
-        self._thread = threading.Thread(target=watch, name="lightning-odc hang report", daemon=True)
-        self._thread.start()
+        look = partial(self._look, longest_wait, describe)
+        every = min(self.after / _NAPS, _LONGEST_NAP)
+        self._thread = Background("hang report", self.stop, idle=look, every=every)
 
     def stop(self) -> None:
         """Look no longer. Idempotent; from the thread that called `start`."""
         if self._thread is not None:
-            self._stop.set()
-            self._thread.join()
+            self._thread.stop(_PATIENCE)
         self._thread = None
 
     def tell(self, text: str) -> None:
@@ -189,15 +189,13 @@ class HangReport:
         sys.stderr.write(f"lightning-odc: {text}\n  {note}\n")
         sys.stderr.flush()
 
-    def _watch(self, longest_wait: Callable[[], float], describe: Describe) -> None:
-        told = 0.0
-        while not self._stop.wait(min(self.after / _NAPS, _LONGEST_NAP)):
-            waited = longest_wait()
-            if told and waited < told:
-                sys.stderr.write(f"lightning-odc: rank {self._rank}: the wait is over, training continues.\n")
-                self.after = max(self.after, 2 * told)
-                told = 0.0
-            if waited >= max(self.after, 2 * told):
-                since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
-                self.tell(f"ranks have been waiting for {waited:.1f} s, since {since}.\n{describe()}")
-                told = waited
+    def _look(self, longest_wait: Callable[[], float], describe: Describe) -> None:
+        waited = longest_wait()
+        if self._told and waited < self._told:
+            sys.stderr.write(f"lightning-odc: rank {self._rank}: the wait is over, training continues.\n")
+            self.after = max(self.after, 2 * self._told)
+            self._told = 0.0
+        if waited >= max(self.after, 2 * self._told):
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
+            self.tell(f"ranks have been waiting for {waited:.1f} s, since {since}.\n{describe()}")
+            self._told = waited
