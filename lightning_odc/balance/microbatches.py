@@ -36,6 +36,11 @@ Load = Callable[[int, Samples], int]
 """What samples, or pieces, cost a rank."""
 
 
+def loads_of(load: Load, groups: Groups) -> list[int]:
+    """What the groups of all ranks cost them."""
+    return [load(rank, group) for rank, group in enumerate(groups)]
+
+
 def additive(costs_of: list[list[int]]) -> Load:
     """A load that is the sum of costs, which are listed by rank."""
 
