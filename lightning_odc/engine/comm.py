@@ -20,6 +20,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -84,23 +85,19 @@ class AccumulateComm(_Allocating):
         output_tensor.zero_()  # the real gradient reaches ``.grad`` when the engine settles
 
 
+@dataclass(eq=False)
 class StockComm(_Allocating):
     """A collective that ``fully_shard`` calls by itself, each call under a context (a tracer's span)."""
 
-    def __init__(
-        self,
-        collective: Callable[..., Any],
-        context: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.sends_zeros = False  # whether this rank's gradients are left out, whatever they are
-        self._collective = collective
-        self._context = context
+    collective: Callable[..., Any]
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    sends_zeros: bool = False  # whether this rank's gradients are left out, whatever they are
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
         if self.sends_zeros:
             input_tensor.zero_()
-        with self._context():
-            return self._collective(output_tensor, input_tensor, **options)
+        with self.context():
+            return self.collective(output_tensor, input_tensor, **options)
 
 
 def reset_units(model: nn.Module, failed: bool = False) -> None:

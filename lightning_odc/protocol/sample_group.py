@@ -66,13 +66,13 @@ class SampleGroup:
             error.add_note(f"This rank waited for the ranks {self.ranks}, its group, to come to: {kind}.")
             raise
         heard = [json.loads(bytes(other.tolist())) for other in by_rank]
-        kinds = [other for other, _ in heard]
+        kinds, items = zip(*heard, strict=True)
         if len(set(kinds)) > 1:
             places = [f"rank {rank}: {other}" for rank, other in zip(self.ranks, kinds, strict=True)]
             raise DisagreementError(
                 f"The ranks {self.ranks} are one group, and are at different places ({', '.join(places)})."
             )
-        return [theirs for _, theirs in heard]
+        return list(items)
 
     def check_same(self, what: str, item: Any, advice: str = _SAME_BATCHES) -> None:
         """Refuse what is another one on another rank of the group."""

@@ -115,12 +115,9 @@ def _is_open(group: dict[str, Any]) -> bool:
     """Whether a group leaves it to torch how it steps, and its parameters can be in one list."""
     if group.get("foreach") is not None or group.get("fused") or group.get("differentiable"):
         return False
-    if isinstance(group["lr"], Tensor):
-        return False
     shards = group["params"]
-    if any(shard.device.type != "cpu" for shard in shards):
-        return False
-    if any(shard.dtype not in _EQUAL_DTYPES for shard in shards):
+    is_other = any(shard.device.type != "cpu" or shard.dtype not in _EQUAL_DTYPES for shard in shards)
+    if is_other or isinstance(group["lr"], Tensor):
         return False
     meshes = {getattr(shard, "device_mesh", None) for shard in shards}  # of plain tensors, none
     return len(meshes) == 1 and None not in meshes
