@@ -84,24 +84,23 @@ class HostMemory:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@dataclass
 class CudaMemory:
     """Memory of a CUDA device, by torch's allocator, which knows all allocations without waiting for the device."""
 
+    device: torch.device
+    ranks: int = 1  # more than one on a device in tests only
     share = 0.9  # the rest is for what comes suddenly
 
-    def __init__(self, device: torch.device, ranks: int = 1) -> None:
-        self._device = device
-        self._ranks = ranks  # more than one on a device in tests only
-
     def usable(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free // self._ranks + torch.cuda.memory_reserved(self._device)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free // self.ranks + torch.cuda.memory_reserved(self.device)
 
     def used(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return torch.cuda.memory_allocated(self.device)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        return torch.cuda.max_memory_allocated(self.device)
 
 
 Memory = HostMemory | CudaMemory
