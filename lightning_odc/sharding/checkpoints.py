@@ -355,7 +355,7 @@ def _load_optimizer_shards(path: Path, key: str, optimizer: Optimizer, model: nn
             parameter.requires_grad_(False)
 
 
-def _with_state(path: Path, key: str, optimizer: Optimizer, model: nn.Module) -> list[nn.Parameter]:
+def _with_state(path: Path, key: str, optimizer: Optimizer, model: nn.Module) -> set[nn.Parameter]:
     """The parameters that the checkpoint has state for."""
     held = set(parameters_of(optimizer))
     named = {
@@ -376,8 +376,8 @@ def _with_state(path: Path, key: str, optimizer: Optimizer, model: nn.Module) ->
                 f"The checkpoint has {entry!r} of a parameter on which this optimizer does not step. Resume with the "
                 "`configure_optimizers` that it was saved with, and with the callbacks, if they add parameters."
             )
-        found.add(name)
-    return [named[name] for name in found]
+        found.add(named[name])
+    return found
 
 
 def check_names(missing: Collection[str], unexpected: Collection[str]) -> None:

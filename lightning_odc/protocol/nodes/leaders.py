@@ -126,14 +126,16 @@ class Leaders:
 
     def trouble(self) -> str:
         """Who failed on other nodes, or cannot be reached, and why; empty if all is well."""
+        if self._thread is None:
+            return self._trouble
         looked = self._looked
-        error = None if self._thread is None else self._thread.error
+        error = self._thread.error
         if error is not None and not isinstance(error, PeerFailedError):
             self._trouble = self._trouble or (
                 f"The store by which ranks find each other, on {self._main_address}, has ended: rank 0, or the agent "
                 f"of its launcher, was killed or has crashed.\n{error}"
             )
-        if self._thread is not None and time.monotonic() - looked > self._silence:
+        if time.monotonic() - looked > self._silence:
             time.sleep(self.look_every)  # it may be this process that was asleep
             if self._looked == looked:
                 self._trouble = self._trouble or (
