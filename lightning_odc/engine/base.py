@@ -236,16 +236,13 @@ class Engine(Traced, ABC):
         """Which peer has failed or died, and why; empty if none has, or it is not known."""
         return ""
 
+    @abstractmethod
     def parameters(self, module: nn.Module | None = None) -> NamedTensors:
         """Name and whole tensor of every parameter of the model, or of a part of it, in the dtype that it computes in.
 
         One rank alone may call it, between two optimizer steps, in the thread that trains. It reads unit by unit and
         holds one unit at a time. The tensors are the caller's. Shared parameters come once, under their first name.
         """
-        raise ValueError(
-            'communication="collective" reads parameters on all ranks together. To stream them to one '
-            'rank, use communication="on_demand"; or, on all ranks, torch\'s `get_model_state_dict`.'
-        )
 
     def _names_in(self, module: nn.Module | None) -> dict[nn.Parameter, str]:
         """The names of the parameters of the model, or of a part of it, in that part."""

@@ -67,7 +67,10 @@ class CollectiveEngine(ByCollectives):
 
     def parameters(self, module: nn.Module | None = None) -> NamedTensors:
         if self.world_size > 1:
-            super().parameters(module)
+            raise ValueError(
+                'communication="collective" reads parameters on all ranks together. To stream them to one '
+                'rank, use communication="on_demand"; or, on all ranks, torch\'s `get_model_state_dict`.'
+            )
         dtypes = {}
         for unit in self._units:
             dtype = _compat.precision_of(unit.module).param_dtype

@@ -62,7 +62,10 @@ class ParameterNames:
             shards = {}  # by what is replaced; strangers stay
             for parameter in parameters_of(optimizer):
                 if parameter not in of_model:
-                    shards[parameter] = self._shard(parameter, current)
+                    shard = current.get(self._names.get(parameter))
+                    if shard is None or shard.shape != parameter.shape:
+                        shard = parameter
+                    shards[parameter] = shard
             strangers = sum(before.requires_grad for before, shard in shards.items() if shard is before)
             if strangers:
                 rank_zero_warn(
@@ -77,12 +80,6 @@ class ParameterNames:
                 if shard is not before and shard in optimizer.state:
                     part = partial(part_of, parameter=shard, advice=_LATER)
                     optimizer.state[shard] = apply_to_collection(optimizer.state[shard], Tensor, part)
-
-    def _shard(self, parameter: Tensor, current: dict[str, nn.Parameter]) -> Tensor:
-        shard = current.get(self._names.get(parameter))
-        if shard is None or shard.shape != parameter.shape:
-            return parameter
-        return shard
 
 
 def put_in_place(optimizer: Optimizer, others: Mapping[nn.Parameter, Tensor]) -> None:
