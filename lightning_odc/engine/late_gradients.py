@@ -210,7 +210,7 @@ class LateHooks:
     def changed(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """What hooks of the tensor make of its gradient, which is complete."""
         for hook in list(_compat.tensor_hooks_of(parameter).values()):
-            changed = hook.hook(gradient) if isinstance(hook, DeferredHook) else hook(gradient)
+            changed = _given(hook)(gradient)
             if changed is not None:
                 gradient = changed
         return gradient
@@ -221,9 +221,7 @@ class LateHooks:
         self._calling = True
         try:
             for hook in list(hooks.values()):
-                if isinstance(hook, DeferredHook):
-                    hook = hook.hook
-                hook(shard)
+                _given(hook)(shard)
         finally:
             self._calling = False
 
@@ -242,8 +240,7 @@ class LateHooks:
             for hooks_of in self._kinds:
                 hooks = hooks_of(parameter)
                 for key, hook in hooks.items():
-                    if isinstance(hook, DeferredHook):
-                        hooks[key] = hook.hook
+                    hooks[key] = _given(hook)
 
 
 @dataclass(frozen=True)
@@ -257,3 +254,8 @@ class DeferredHook:
         if self.hooks.holding:
             return None
         return self.hook(gradient)
+
+
+def _given(hook: Any) -> Any:
+    """A hook as its user has registered it."""
+    return hook.hook if isinstance(hook, DeferredHook) else hook

@@ -195,11 +195,7 @@ class Unit:
     @torch.no_grad()
     def write_shard(self, target: Tensor) -> None:
         """Write this rank's shard (1-D, as `spec` says) in the compute dtype."""
-        places = []
-        values = []
-        for _, place, value in self.parts(target):
-            places.append(place)
-            values.append(value)
+        _, places, values = zip(*self.parts(target), strict=True)
         # With `cpu_offload` from pinned host memory: cast on the GPU, and not waited for here. The optimizer step that
         # changes shards next comes after a meeting.
         torch._foreach_copy_(places, values, non_blocking=True)
