@@ -136,7 +136,7 @@ class CollectiveEngine(ByCollectives):
 
     @torch.no_grad()
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
-        self._whole.check_outside()
+        self._whole.hooks.check_outside()
         with self._timed("settle"):
             ledger = self._take_ledger()
             scalars = self._scalars.take(ledger.is_weighted, not self.drops_outside)

@@ -137,7 +137,7 @@ class WholeEngine(Engine):
 
     @torch.no_grad()
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
-        self._whole.check_outside()
+        self._whole.hooks.check_outside()
         with self._timed("settle"):
             self._follow_parameters()
             ledger = self._take_ledger()

@@ -52,7 +52,7 @@ class WholeGradients:
         self.parameters = parameters
         self._take = take
         self._of_tensors = of_tensors
-        self._hooks = LateHooks(of_tensors)
+        self.hooks = LateHooks(of_tensors)
         self._complete: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}  # what was given, and its version
         self._parts: dict[
             nn.Parameter, tuple[TensorWeakRef, int]
@@ -61,10 +61,10 @@ class WholeGradients:
     @contextmanager
     def backward(self, apart: bool, counts: bool) -> Iterator[None]:
         """Around a backward pass; if it does not ``count``, its gradients are zeros, even if they are not finite."""
-        self._hooks.holding = apart or self._of_tensors
+        self.hooks.holding = apart or self._of_tensors
         before = {parameter: parameter.grad for parameter in self.parameters}
         for parameter in before:
-            self._hooks.hold(parameter)
+            self.hooks.hold(parameter)
             if apart:
                 parameter.grad = None
         gradients = {}
@@ -130,24 +130,20 @@ class WholeGradients:
         """Put complete gradients into ``.grad``, and call the hooks that waited for them."""
         for parameter, total in totals.items():
             gradient = total
-            if self._hooks.holding:
-                gradient = self._hooks.changed(parameter, total)
+            if self.hooks.holding:
+                gradient = self.hooks.changed(parameter, total)
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
-            if self._hooks.holding:
-                self._hooks.call(parameter)
+            if self.hooks.holding:
+                self.hooks.call(parameter)
             if parameter.grad is not None:
                 self._complete[parameter] = (TensorWeakRef(parameter.grad), parameter.grad._version)
 
-    def check_outside(self) -> None:
-        """Refuse to end a step inside a hook."""
-        self._hooks.check_outside()
-
     def release(self) -> None:
         """Give hooks back to autograd. Idempotent."""
-        self._hooks.release(self.parameters)
+        self.hooks.release(self.parameters)
 
 
 def scalars_of(module: nn.Module) -> list[nn.Parameter]:
@@ -197,7 +193,7 @@ class Scalars:
 
     def take(self, is_weighted: bool, has_visible: bool) -> list[float | None]:
         """This rank's sums, for its record; `None` where there was no gradient."""
-        self._gradients.check_outside()
+        self._gradients.hooks.check_outside()
         for parameter, (zeros, version) in self._zeros.items():
             if parameter.grad is not zeros or zeros._version != version:
                 self._sums.pop(parameter, None)
