@@ -36,8 +36,8 @@ Load = Callable[[int, Samples], int]
 """What samples, or pieces, cost a rank."""
 
 
-def loads_of(load: Load, groups: Groups) -> list[int]:
-    """What the groups of all ranks cost them."""
+def for_each_rank(load: Load, groups: Groups) -> list[int]:
+    """What the group of each rank costs it; or another number."""
     return [load(rank, group) for rank, group in enumerate(groups)]
 
 

@@ -211,10 +211,9 @@ class GatherCache:
             frozen = unit.shard_numel - sum(end - start for start, end in unit.grad_ranges)
             entry = _Entry(unit, comm, total, unit.shard_numel * width, frozen * width)
             self._entries.append(entry)
-            for module in unit.modules:
-                before: Any = partial(self._before, entry)
-                hook = cast(nn.Module, module).register_forward_pre_hook(before, prepend=True)
-                self._hooks.enter_context(hook)
+            before = partial(self._before, entry)
+            for module in cast(list[nn.Module], unit.modules):
+                self._hooks.enter_context(module.register_forward_pre_hook(before, prepend=True))
 
     def release(self) -> None:
         """Give the units back as they were. Idempotent."""
