@@ -28,7 +28,8 @@ from lightning_odc.arguments import checked
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.collective import CollectiveEngine
-from lightning_odc.engine.comm import GatherComm, fsdp_modules
+from lightning_odc.engine.comm import GatherComm
+from lightning_odc.engine.units import fsdp_modules
 from lightning_odc.errors import ODCError, PeerFailedError, WindowError
 from lightning_odc.protocol.peers import FOLLOWED
 from lightning_odc.protocol.records import WeightKind, total_weight
@@ -343,7 +344,7 @@ class Attached:
                 "A part of the model was sharded or replaced after `attach(model)`. Call `close()` before it. Then "
                 "make the optimizer of the new parameters, and call `attach(model)` again."
             )
-        if self.engine.has_run_outside():
+        if self.engine.ran_outside:
             raise ODCError(
                 "A backward pass ran without its weight. Write\n"
                 "    with odc.backward(weight=n):  # the loss is a sum over n items; or without a weight\n"

@@ -23,9 +23,8 @@ class Tracer:
     """Collects spans until it is full."""
 
     def __init__(self, capacity: int = 100_000) -> None:
-        self.capacity = capacity  # later spans are counted and dropped
+        self.capacity = capacity  # later spans are dropped
         self.spans: list[Span] = []
-        self.dropped = 0  # spans that found no place
 
     def begin_wait(self, cause: str) -> None:
         """A wait begins. When it has ended, `record` gets a ``"wait"``. Waits nest."""
@@ -34,8 +33,6 @@ class Tracer:
         """A span that ends now."""
         if len(self.spans) < self.capacity:
             self.spans.append(Span(kind, begin, time.monotonic_ns(), details))
-        else:
-            self.dropped += 1
 
     def take(self) -> list[Span]:
         """The spans so far; later ones begin a new list."""

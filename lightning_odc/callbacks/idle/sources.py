@@ -33,6 +33,7 @@ from lightning_odc._compat_lightning import FETCH_ACTION
 from lightning_odc.callbacks.idle.summary import IdleCause, StepNumbers
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, Passage
 from lightning_odc.engine.base import Engine
+from lightning_odc.engine.units import fsdp_modules
 from lightning_odc.protocol.sample_group import SampleGroup
 from lightning_odc.protocol.tracing import Tracer
 from lightning_odc.protocol.waiting import Cause
@@ -338,9 +339,7 @@ class ShardedWatch(Watch):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(complete=True)
         self._originals: list[tuple[FSDPModule, Any, Any]] = []
-        for module in model.modules():
-            if not isinstance(module, FSDPModule):
-                continue
+        for module in fsdp_modules(model):
             comms = _compat.comms_of(module)
             if comms is None:
                 self.complete = False

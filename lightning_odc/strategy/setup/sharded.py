@@ -29,12 +29,18 @@ from torch.optim import Optimizer
 from lightning_odc import _compat_lightning
 from lightning_odc.data.convert import only
 from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.engine.units import fsdp_modules
 from lightning_odc.engine.values import give_first_values, send_values
 from lightning_odc.sharding import checkpoints, nodes
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT
 from lightning_odc.sharding.initialize import Unfilled, materialize
-from lightning_odc.sharding.optimizers import ParameterNames, make_states_whole, put_in_place, regroup
+from lightning_odc.sharding.optimizers import (
+    ParameterNames,
+    assembled,
+    put_in_place,
+    regroup,
+)
 from lightning_odc.sharding.way_back import make_whole, unwrap
 from lightning_odc.sharding.wrapping import (
     HowToShard,
@@ -239,7 +245,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
+        if fsdp_modules(model):
             # `configure_model` has sharded these, and each rank has kept a part of its own values.
             send_values([*model.parameters(), *model.buffers()], self.root_device)
             return
@@ -282,7 +288,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         for optimizer in self.optimizers:
             put_in_place(optimizer, parameters)
             if fits:
-                make_states_whole(optimizer)
+                for parameter, state in optimizer.state.items():
+                    optimizer.state[parameter] = assembled(state)
         if self.root_device != host:
             self.model.to(host)
         self._names = ParameterNames()
@@ -300,7 +307,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     @torch.no_grad()
     def _setup_averages(self, trainer: pl.Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
-        averages = [] if self.is_whole else checkpoints.averages(trainer)
+        # In the same way: every rank averages, swaps in and out its own shards.
+        averages = [] if self.is_whole else _compat_lightning.averaged_models(trainer)
         if averages and not self._full:
             raise ValueError(
                 "WeightAveraging callbacks put two models into a checkpoint, and a sharded one has room for one. Use "
@@ -374,7 +382,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         checkpoints.keep_savable(checkpoint, self._owners)
         keep_place_apart(checkpoint)
         if self._full:
-            checkpoint = checkpoints.assembled(checkpoint)
+            checkpoint = assembled(checkpoint)  # averages
         checkpoints.make_room(path, self._full, self.is_global_zero, self.barrier)
         failure = None
         try:
