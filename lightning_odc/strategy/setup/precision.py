@@ -105,6 +105,9 @@ class TrainingSteps(Protocol):
     def settle(self) -> None:
         """Complete the gradients."""
 
+    def leaves_parts(self) -> bool:
+        """Whether the backward pass that has ended leaves nothing in the gradients yet."""
+
 
 #: By the first part of a precision. `None`: the dtype of the parameters.
 _COMPUTE_DTYPE = {"32": None, "bf16": torch.bfloat16, "16": torch.float16}
@@ -206,6 +209,11 @@ class ODCPrecision(FSDPPrecision):
             context = self.training.around_backward()
         with context:
             super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self.training is not None and self.training.leaves_parts():
+            return tensor.detach()  # `on_after_backward` is called once, and finds gradients
+        return super().post_backward(tensor, module)
 
     def clip_gradients(
         self,
