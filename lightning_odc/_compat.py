@@ -7,8 +7,6 @@ A test fails when a name moves: in ``tests/test_compat.py``, or of the feature t
 from __future__ import annotations
 
 import faulthandler
-import importlib
-import importlib.util
 import logging
 import os
 import pickle
@@ -20,26 +18,44 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import _sample_dirichlet as sample_dirichlet
+from torch import _standard_gamma as standard_gamma
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed import _symmetric_memory
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed._symmetric_memory import get_backend as symmetric_backend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.distributed_c10d import _resolve_process_group as group_named  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import _recursive_wrap
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Why these are imported, all with the same names from torch 2.9 to 2.13:
+# - ``TorchDispatchMode`` sees every operator, collectives too. Nothing public tells that a user's step calls
+#   ``torch.distributed``.
+# - ``default_store`` returns the store by which the ranks of the process group have found each other. It lives as long
+#   as the group, and needs none of the connections of that.
+# - ``group_named`` returns the process group that has a name. Functional collectives have the name alone.
+# - ``standard_gamma`` and ``sample_dirichlet`` are what ``torch.distributions`` draws Gamma, Beta and Dirichlet numbers
+#   with.
+# - ``symmetric_backend`` tells what provides symmetric memory on devices of a type: ``"CUDA"`` unless other code chose
+#   otherwise. torch calls ``torch.distributed._symmetric_memory`` an alpha, and there is no other way to map the memory
+#   of another process's GPU without compiling something.
 
 #: torch 2.13 renamed these two collectives, which are public, and warns about the old names.
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-#: What ``zero_grad(set_to_none=False)`` may call on gradients.
-ZEROING = (torch.Tensor.zero_, torch._foreach_zero_)
-
 #: Context in which functions of tensor subclasses run as of plain tensors.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
-#: A mode that sees every operator, collectives too (torch 2.9 to 2.13).
-#: Why: nothing public tells that a user's step calls ``torch.distributed``.
-TorchDispatchMode: Any = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
+#: What ``zero_grad(set_to_none=False)`` may call on gradients.
+ZEROING = (torch.Tensor.zero_, torch._foreach_zero_)
 
 
 def written_by(operator: Any, arguments: Sequence[Any]) -> list[Any]:
@@ -59,12 +75,6 @@ def collectives_so_far() -> int:
     return int(group._get_sequence_number_for_group())
 
 
-#: The process group that has a name (torch 2.9 to 2.15). Why: functional collectives have the name alone.
-group_named: Any = importlib.import_module("torch.distributed.distributed_c10d")._resolve_process_group
-
-#: What ``torch.distributions`` draws Gamma, Beta and Dirichlet numbers with; torch has no public names for them.
-standard_gamma: Any = torch._standard_gamma
-sample_dirichlet: Any = torch._sample_dirichlet
 #: Module and name of the function with which torch pickles a ``torch.layout``: in the index of a sharded checkpoint.
 LAYOUT_READER = ("torch.serialization", "_get_layout")
 #: The module in which ``fully_shard`` casts what a unit gets and returns (torch 2.9 to 2.13).
@@ -79,12 +89,6 @@ ONE_SHARD = """A file of one rank would hold its shards of the parameters (DTens
     if self.trainer.is_global_zero:
         torch.save(state, path)"""
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-
-
-def default_store() -> Any:
-    """The store by which the ranks of the process group have found each other."""
-    # Why: torch has no public name for it. It lives as long as the group, and needs none of the connections of that.
-    return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
 
 
 def keep_name(module: nn.Module) -> None:
@@ -258,19 +262,13 @@ def parameters_held_by(module: nn.Module) -> dict[str, nn.Parameter]:
 def gradient_hooks_of(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
     """What ``register_post_accumulate_grad_hook`` has registered, by the key of its handle; the dict itself, if any."""
     # Why: ``fully_shard`` calls these hooks itself, before the gradient is complete, and nothing public lists them.
-    hooks: dict[int, Callable[[torch.Tensor], Any]] | None = parameter._post_accumulate_grad_hooks
-    if hooks is None:
-        return {}
-    return hooks
+    return parameter._post_accumulate_grad_hooks or {}
 
 
 def tensor_hooks_of(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
     """What ``register_hook`` has registered, as `gradient_hooks_of`."""
     # Why: a hook that cuts a gradient off must see that of the whole minibatch (torch 2.9 to 2.13).
-    hooks: dict[int, Callable[[torch.Tensor], Any]] | None = parameter._backward_hooks
-    if hooks is None:
-        return {}
-    return hooks
+    return parameter._backward_hooks or {}
 
 
 def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -302,13 +300,12 @@ def take_off_shards(module: FSDPModule) -> None:
         handle.remove()
     held: Any = module
     shards: Any = fully_shard
-    contract: Any = importlib.import_module("torch.distributed._composable.contract")
-    for key, entry in ((contract.STATE_KEY, shards.__wrapped__), (contract.REGISTRY_KEY, shards.__name__)):
+    for key, entry in ((STATE_KEY, shards.__wrapped__), (REGISTRY_KEY, shards.__name__)):
         entries = vars(held)[key]
         del entries[entry]
         if not entries:
             del vars(held)[key]
-    importlib.import_module("torch.distributed._composable_state")._module_state_mapping.pop(held, None)
+    _module_state_mapping.pop(held, None)
     for part in held.modules():
         for mark in _MARKS:
             vars(part).pop(mark, None)
@@ -360,7 +357,7 @@ def compiled_for_all_shapes() -> Iterator[None]:
     # Why: microbatches differ in rows and in tokens. torch makes dimensions dynamic one by one, with a graph for each
     # step on the way, and reaches its limit. `torch.compiler.config` has this option in newer versions only, and
     # nothing public tells of the limit (torch 2.9 to 2.13). Lightning has imported the compiler, which takes a second.
-    dynamo: Any = importlib.import_module("torch._dynamo")
+    from torch import _dynamo as dynamo
 
     def watch(record: logging.LogRecord) -> bool:
         if "recompile_limit" in record.getMessage():
@@ -409,20 +406,11 @@ def let_count_tokens(trainer: Any, count: int) -> None:
     trainer._metrics["train"]["num_tokens"] = [count]
 
 
-def symmetric_backend(device: torch.device) -> str | None:
-    """What provides symmetric memory on devices of this type: ``"CUDA"`` unless other code chose otherwise."""
-    # Why (this and the next three): torch calls ``torch.distributed._symmetric_memory`` an alpha, and there is no other
-    # way to map the memory of another process's GPU without compiling something. The names and arguments used here are
-    # the same from torch 2.9 to 2.13.
-    return _symmetric_memory().get_backend(device)
-
-
 def symmetric_empty(size: int, device: torch.device) -> torch.Tensor:
     """Bytes that a group can map, straight from the driver."""
     # Why: the module's own ``empty`` takes them from a memory pool of torch's caching allocator in newer versions,
     # which keeps them after they are freed.
-    memory: Any = importlib.import_module("torch._C._distributed_c10d")._SymmetricMemory
-    return memory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+    return _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
 
 
 def symmetric_rendezvous(own: torch.Tensor, group: Any, patience: float) -> Any:
@@ -437,7 +425,7 @@ def symmetric_rendezvous(own: torch.Tensor, group: Any, patience: float) -> Any:
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"
     try:
-        return _symmetric_memory().rendezvous(own, group)
+        return _symmetric_memory.rendezvous(own, group)
     finally:
         faulthandler.cancel_dump_traceback_later()
         if before is None:
@@ -451,10 +439,6 @@ def profiler_is_running() -> bool:
     # Why: a second one raises only after it has prepared the device for itself, which may spoil what the first one
     # records, and torch has no public name to ask before (torch 2.9 to 2.13).
     return bool(torch.autograd.profiler._is_profiler_enabled)
-
-
-def _symmetric_memory() -> Any:
-    return importlib.import_module("torch.distributed._symmetric_memory")
 
 
 def wrapped_sampler(sampler: Any) -> Any | None:

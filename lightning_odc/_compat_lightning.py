@@ -7,40 +7,40 @@ A test fails when a name moves: in ``tests/test_compat.py``, or of the feature t
 from __future__ import annotations
 
 import atexit
-import importlib
-import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
+from lightning.fabric.strategies.fsdp import _METADATA_FILENAME as METADATA_FILENAME
+from lightning.fabric.strategies.fsdp import _distributed_checkpoint_save as save_sharded
+from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint as is_sharded_checkpoint
+from lightning.fabric.strategies.fsdp import _setup_activation_checkpointing
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.strategies import FSDPStrategy
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_clean_up
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as Results
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from torch import Tensor, nn
 
-# Typed as Any: Lightning does not export these names, which is why they are here.
-_lightning_distributed: Any = importlib.import_module("lightning.fabric.utilities.distributed")
-_lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
-_lightning_redirection: Any = importlib.import_module("lightning.pytorch.strategies.strategy")
-_lightning_call: Any = importlib.import_module("lightning.pytorch.trainer.call")
-_lightning_signals: Any = importlib.import_module("lightning.pytorch.trainer.connectors.signal_connector")
-
-#: What a strategy's launcher must be, for the Trainer and for Fabric.
-Launcher = _Launcher
-
-#: What the values of an epoch are logged into, by hook and name. Why: those of an evaluation become those of all ranks.
-Results = _ResultCollection
+# Why these are imported:
+# - ``Launcher`` is what a strategy's launcher must be, for the Trainer and for Fabric.
+# - ``Results`` are what the values of an epoch are logged into, by hook and name. Those of an evaluation become those
+#   of all ranks.
+# - ``save_sharded`` writes a ``torch.distributed.checkpoint`` directory, all ranks together.
+# - ``call_and_clean_up`` calls a function for the trainer. If it fails, callbacks are informed and the run is torn down
+#   as in a script. Lightning does this around the launcher, so in the process that waits and not where ranks fail.
 
 #: Calls a method of a module as if it were ``forward``: ``call_as_forward(wrapper, module, name, *args, **kwargs)``.
 #: Why: ``fully_shard`` has its hooks on ``__call__``, and a strategy runs ``training_step`` and its like.
-call_as_forward: Callable[..., Any] = _lightning_redirection._ForwardRedirection()
-METADATA_FILENAME: str = _lightning_fsdp._METADATA_FILENAME
+call_as_forward: Callable[..., Any] = _ForwardRedirection()
 
 #: How the name of the action ends under which Lightning's training loop profiles the fetching of a batch.
 FETCH_ACTION = ".train_dataloader_next"
@@ -110,12 +110,6 @@ def _unless(
     return call(batch, dataloader_idx)
 
 
-def call_and_clean_up(trainer: Trainer, function: Callable[[], Any]) -> Any:
-    """Call a function for the trainer. If it fails, callbacks are informed and the run is torn down as in a script."""
-    # Why: Lightning does this around the launcher, so in the process that waits and not where ranks fail.
-    return _lightning_call._call_and_handle_interrupt(trainer, function)
-
-
 def load_loader_states(trainer: Trainer) -> None:
     """Load the saved states of training loaders that were made before the checkpoint was read; else nothing."""
     # Why: ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` makes the loaders early, and Lightning
@@ -167,7 +161,7 @@ def deals_out(trainer: Trainer) -> bool:
 def averaged_models(trainer: Trainer) -> list[nn.Module]:
     """The averages that Lightning's ``WeightAveraging`` callbacks (lightning >= 2.6) hold while fitting."""
     # Why: the callback copies the whole model before the strategy shards it, and has no door to shard the copy.
-    kind = getattr(importlib.import_module("lightning.pytorch.callbacks"), "WeightAveraging", None)
+    kind = getattr(lightning_callbacks, "WeightAveraging", None)
     if kind is None:
         return []
     held = [callback._average_model for callback in callbacks_of(trainer) if isinstance(callback, kind)]
@@ -176,16 +170,7 @@ def averaged_models(trainer: Trainer) -> list[nn.Module]:
 
 def wrap_checkpointed(module: nn.Module, strategy: FSDPStrategy) -> None:
     """Wrap the modules that Lightning's ``activation_checkpointing_policy`` selects."""
-    _lightning_fsdp._setup_activation_checkpointing(module, strategy._activation_checkpointing_kwargs)
-
-
-def is_sharded_checkpoint(path: Path) -> bool:
-    return bool(_lightning_fsdp._is_sharded_checkpoint(path))
-
-
-def save_sharded(state: dict[str, Any], path: Path) -> None:
-    """Write a ``torch.distributed.checkpoint`` directory, all ranks together."""
-    _lightning_fsdp._distributed_checkpoint_save(state, path)
+    _setup_activation_checkpointing(module, strategy._activation_checkpointing_kwargs)
 
 
 def set_process_group_backend(strategy: Any, backend: str) -> None:
@@ -194,15 +179,14 @@ def set_process_group_backend(strategy: Any, backend: str) -> None:
     # later. Lightning destroys groups of NCCL when the program ends, and knows them by the name ``"nccl"`` alone.
     strategy._process_group_backend = backend
     if "nccl" in backend:
-        atexit.register(_lightning_distributed._destroy_dist_connection)
+        atexit.register(_destroy_dist_connection)
 
 
 def count_batch_once(trainer: Trainer) -> None:
     """Let values that hooks log about the current batch weigh 1, unless they say ``batch_size=``."""
     # Why: Lightning would look for the first tensor in the batch, and an empty `Minibatch` has none.
     results: Any = trainer._results
-    if results is not None:
-        results.batch_size = 1
+    results.batch_size = 1
 
 
 @contextmanager
@@ -237,5 +221,4 @@ def handlers_of_lightning() -> dict[int, Callable[[int, Any], Any]]:
     # Why: they call collectives wherever the signal finds a rank. Handlers of the user's own are not to be touched, and
     # nothing public tells them apart.
     found = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    ours = _lightning_signals._HandlersCompose
-    return {number: handler for number, handler in found.items() if isinstance(handler, ours)}
+    return {number: handler for number, handler in found.items() if isinstance(handler, _HandlersCompose)}

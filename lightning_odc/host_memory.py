@@ -65,10 +65,8 @@ def rooms() -> list[Room]:
 
 def total(processes: int = 1) -> int:
     """Bytes that the limits leave to each of so many processes, whatever is free of them now."""
-    limits = [_UNLIMITED]
-    kib = _fields(ROOT / "proc/meminfo").get("MemTotal:")
-    if kib is not None:
-        limits.append(kib * 1024)
+    kib = _fields(ROOT / "proc/meminfo").get("MemTotal:", _UNLIMITED)
+    limits = [_UNLIMITED, kib * 1024]
     for folder in _control_groups().values():
         with suppress(OSError, ValueError):  # there is no such file, or the limit is "max"
             limits.append(int((folder / "memory.max").read_text()))

@@ -14,9 +14,7 @@ def imbalance(slowest: float, mean: float) -> float:
         slowest: Busy seconds of the slowest rank of every step, added up.
         mean: Busy seconds of an average rank, added up over the same steps.
     """
-    if not mean:
-        return math.nan
-    return slowest / mean
+    return slowest / (mean or math.nan)
 
 
 def idle_fraction(busy: float, idle: float) -> float:
@@ -26,7 +24,4 @@ def idle_fraction(busy: float, idle: float) -> float:
         busy: Seconds of computing, or of moving own bytes, of all ranks.
         idle: Seconds of waiting, of all ranks.
     """
-    time = busy + idle
-    if not time:
-        return math.nan
-    return idle / time
+    return idle / (busy + idle or math.nan)

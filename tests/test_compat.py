@@ -33,12 +33,16 @@ from lightning_odc import _compat, _compat_lightning
 
 #: What is used of torch and Lightning, private or new.
 NAMES: list[tuple[Any, str]] = [
-    (_compat_lightning._lightning_fsdp, "_setup_activation_checkpointing _distributed_checkpoint_save"),
-    (_compat_lightning._lightning_fsdp, "_is_sharded_checkpoint"),
-    (_compat_lightning._lightning_call, "_call_and_handle_interrupt"),
+    (
+        _compat_lightning,
+        "_setup_activation_checkpointing save_sharded is_sharded_checkpoint call_and_clean_up",
+    ),
     (_TrainingEpochLoop, "_num_ready_batches_reached update_lr_schedulers"),
     (Precision, "_after_closure"),
-    (torch.distributed.distributed_c10d, "_get_default_store"),
+    (
+        _compat,
+        "default_store group_named TorchDispatchMode standard_gamma sample_dirichlet without_torch_function",
+    ),
     (torch.distributed.ProcessGroup, "_get_sequence_number_for_group"),
     (importlib.import_module(_compat.CASTS_INPUTS), "_cast_fp_tensor"),
     (importlib.import_module(_compat.COMPILER_LOGGER), "exceeds_recompile_limit"),
@@ -216,10 +220,10 @@ def test_operators_say_what_they_write_to():
 
 
 def test_symmetric_memory_has_the_names_and_arguments_that_are_used():
-    memory = _compat._symmetric_memory()
+    memory = _compat._symmetric_memory
     assert list(inspect.signature(memory.get_backend).parameters) == ["device"]
     assert list(inspect.signature(memory.rendezvous).parameters) == ["tensor", "group"]
-    handle = importlib.import_module("torch._C._distributed_c10d")._SymmetricMemory
+    handle = _compat._SymmetricMemory
     # Compiled functions: their first line of documentation is their signature.
     first = handle.empty_strided_p2p.__doc__
     second = handle.get_buffer.__doc__

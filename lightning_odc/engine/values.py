@@ -42,10 +42,15 @@ def give_first_values(
         kind = "trainable" if parameter.requires_grad else "frozen"
         lines.append(f"{name}: shape {list(parameter.shape)}, {parameter.dtype}, {kind}")
     compare_lines(process_group_rendezvous(dist.group.WORLD), lines)
-    send_values([*model.parameters(), *model.buffers()], device)
+    send_values(parameters_and_buffers(model), device)
     if group is not None:
         divided = (one.to_local() for one in model.parameters() if isinstance(one, DTensor))
         send_values(divided, device, group)
+
+
+def parameters_and_buffers(model: nn.Module) -> list[Tensor]:
+    """In an order that is the same on all ranks."""
+    return [*model.parameters(), *model.buffers()]
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_odc import _compat
 from lightning_odc.engine.units import post_order
-from lightning_odc.engine.values import send_values
+from lightning_odc.engine.values import parameters_and_buffers, send_values
 from lightning_odc.progress import progress
 
 InitWeights = Callable[[nn.Module], object]
@@ -44,8 +44,7 @@ class Unfilled(NamedTuple):
 
 def materialize(model: nn.Module, device: torch.device, *, offload: bool = False) -> list[Unfilled]:
     """Give everything on the meta device memory and values; leave everything else alone."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if not any(tensor.is_meta for tensor in tensors):
+    if not any(tensor.is_meta for tensor in parameters_and_buffers(model)):
         return []
     for name, module in model.named_modules():
         # Their own reset makes zeros, and the reset of their layers would undo it.

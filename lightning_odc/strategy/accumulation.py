@@ -56,9 +56,11 @@ class Accumulation:
     @property
     def is_scheduled(self) -> bool:
         """Whether a ``GradientAccumulationScheduler`` decides how many batches are accumulated."""
-        callbacks = self._trainer.callbacks
-        schedulers = [part for part in callbacks if isinstance(part, GradientAccumulationScheduler)]
-        return any(scheduler.going_to_accumulate_grad_batches() for scheduler in schedulers)
+        return any(
+            isinstance(callback, GradientAccumulationScheduler)
+            and callback.going_to_accumulate_grad_batches()
+            for callback in self._trainer.callbacks
+        )
 
     def fold(self, num_batches: float) -> None:
         """Step after every batch from now on; ``num_batches`` is those of an epoch."""

@@ -19,27 +19,26 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_odc import _compat_lightning
-from lightning_odc.attached import Attached
 from lightning_odc.engine.over_windows import OverWindows
 from lightning_odc.protocol.sample_group import SampleGroup
+from lightning_odc.strategy.reducing import ReducingStrategy
 
 
 @dataclass(eq=False)
 class FirstCallback(Callback):
     """Runs before all other callbacks, and counts the ends that this rank has come to: see Note [Who has left]."""
 
-    attached: Attached
-    fail: Callable[[BaseException], None]
-    end_epoch: Callable[[], None]
+    strategy: ReducingStrategy
 
     def on_train_batch_end(self, *_: object) -> None:
-        if isinstance(self.attached.engine, OverWindows):
-            self.attached.engine.protocol.announce_end()
+        engine = self.strategy.engine
+        if isinstance(engine, OverWindows):
+            engine.protocol.announce_end()
 
     def on_train_epoch_end(self, *_: object) -> None:
         self._meet_group("the end of an epoch")
         self.on_train_batch_end()
-        self.end_epoch()
+        self.strategy._training_now.end_epoch()
 
     def on_train_end(self, *_: object) -> None:
         self._meet_group("the end of training")
@@ -50,33 +49,29 @@ class FirstCallback(Callback):
 
     def _meet_group(self, place: str) -> None:
         """Find out whether a rank of the group is elsewhere: one that has left the loop alone."""
-        if self.attached.sample_group is not None:
-            self.attached.sample_group.tell(place, None)
+        sample_group = self.strategy.attached.sample_group
+        if sample_group is not None:
+            sample_group.tell(place, None)
 
     # Callbacks that change the model at the end of an evaluation find its shards.
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.attached.engine.reshard()
+        self.strategy.engine.reshard()
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     # Callbacks that save when a rank has failed find its peers told: these come to save, too, instead of waiting
     # for that rank to take its step.
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.fail(exception)
+        self.strategy.on_exception(exception)
 
 
 @contextmanager
-def first_and_last(
-    callbacks: list[Callback],
-    attached: Attached,
-    fail: Callable[[BaseException], None],
-    end_epoch: Callable[[], None],
-) -> Iterator[None]:
+def first_and_last(callbacks: list[Callback], strategy: ReducingStrategy) -> Iterator[None]:
     """Put `FirstCallback` before the callbacks of a trainer, and what publishes behind them, inside this context."""
-    first = FirstCallback(attached, fail, end_epoch)
+    first = FirstCallback(strategy)
 
     def publish(*_: object) -> None:
-        attached.engine.refresh()
+        strategy.engine.refresh()
 
     # What other callbacks write into the model when an evaluation begins is published.
     last = LambdaCallback(

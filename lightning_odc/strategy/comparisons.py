@@ -23,14 +23,10 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 
 def compare_batches(engine: Engine, trainer: Trainer) -> None:
     """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
-    batches = trainer.num_training_batches
-    if batches == math.inf:
-        batches = -1
-    counts = engine.exchange("begin training", batches)
+    counts = engine.exchange("begin training", trainer.num_training_batches)
     enough = trainer.max_steps * trainer.accumulate_grad_batches
     stops_before = trainer.max_steps > 0 and min(counts) >= enough
-    is_endless = -1 in counts
-    if len(set(counts)) > 1 and not stops_before and not is_endless:
+    if len(set(counts)) > 1 and not stops_before and math.inf not in counts:
         raise DisagreementError(
             f"The ranks have {counts} training batches per epoch (by rank). Every rank needs the same number of "
             "Lightning batches; unequal work belongs inside a Minibatch (0 to k microbatches). With a "
@@ -49,8 +45,9 @@ def compare_programs(engine: Engine, trainer: Trainer, folded: int) -> None:
     for number, optimizer in enumerate(trainer.optimizers):
         kind = type(optimizer).__name__
         for group in optimizer.param_groups:
-            plain = [f"{key}={value!r}" for key, value in group.items() if isinstance(value, _PLAIN)]
-            arguments = ", ".join(plain)
+            arguments = ", ".join(
+                f"{key}={value!r}" for key, value in group.items() if isinstance(value, _PLAIN)
+            )
             lines.append(f"optimizer {number}: {kind}({arguments})")
     difference = first_difference(partial(engine.exchange, "compare programs"), lines)
     if difference:

@@ -6,21 +6,19 @@ from itertools import islice
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.reader import is_stream
-from lightning_odc.engine.base import Engine
 from lightning_odc.samples.content import digest_of
 from lightning_odc.samples.lengths import (
     EQUALLY_LONG,
-    LengthFunction,
     length_function,
 )
 from lightning_odc.samples.rng import isolated_rng, seed_rng, with_own_rng
 from lightning_odc.strategy.setup.options import Options
+from lightning_odc.strategy.setup.sharded import ShardedStrategy
 
 _COMPARED = 8  # samples of a stream
 EQUAL = "all samples are equally long."
@@ -52,19 +50,17 @@ def yields_minibatches(dataloader: object) -> bool:
         return False
 
 
-def reason_against(
-    dataloader: object, options: Options, module: LightningModule, engine: Engine | None, world_size: int
-) -> str:
+def reason_against(dataloader: object, strategy: ShardedStrategy, world_size: int) -> str:
     """Why ``"auto"`` cannot balance a loader, on all ranks together; empty if it can."""
     if not isinstance(dataloader, DataLoader):
         return f"only a torch DataLoader can be balanced, and this is a {type(dataloader).__name__}."
-    if not module.automatic_optimization:
+    if not strategy._module.automatic_optimization:
         return (
             "with manual optimization, training_step receives a Minibatch as a whole. To balance, loop over its "
             'microbatches there, and write ODCStrategy(balance="lb_mini").'
         )
     if is_stream(dataloader.dataset):
-        return _reason_against_stream(dataloader, options.length_fn, engine, world_size)
+        return _reason_against_stream(dataloader, strategy, world_size)
     return ""
 
 
@@ -78,13 +74,11 @@ def reason_of_lengths(options: Options, balanced: BalancedDataLoader) -> str:
     return ""
 
 
-def _reason_against_stream(
-    dataloader: DataLoader[Any], length_fn: LengthFunction | None, engine: Engine | None, world_size: int
-) -> str:
+def _reason_against_stream(dataloader: DataLoader[Any], strategy: ShardedStrategy, world_size: int) -> str:
     """As `reason_against`: whether all ranks begin with the same samples, see Note [One stream on all ranks]."""
     stream: Any = dataloader.dataset
     digest = None
-    length_of = length_fn
+    length_of = strategy.options.length_fn
     with isolated_rng():
         seed_rng(0)
         samples = iter(stream)
@@ -94,9 +88,10 @@ def _reason_against_stream(
                 length_of = length_function(first.__getitem__, len(first), dataloader.collate_fn)
             digest = digest_of([(length_of(sample), digest_of(sample)) for sample in first])
     digests = {digest}
-    if engine is not None:
-        digests.update(engine.exchange("compare the streams of all ranks", digest))
-    is_unknown = engine is None and world_size > 1
+    attached = strategy._attached
+    if attached is not None:
+        digests.update(attached.engine.exchange("compare the streams of all ranks", digest))
+    is_unknown = attached is None and world_size > 1  # ``setup()`` asks for the data
     if is_unknown or digests != {digest} or digest is None:
         return (
             "balancing needs an IterableDataset that can be read twice and yields the same samples on every rank. "

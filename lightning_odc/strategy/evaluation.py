@@ -45,10 +45,9 @@ class Evaluation:
     """One pass over loaders to validate, test or predict on this rank; see Note [Values of an evaluation]."""
 
     def __init__(self, strategy: ShardedStrategy, rule: Rule | None) -> None:
-        assert strategy.lightning_module is not None
         self.logs_locally = False  # what is logged now stays this rank's
         self._strategy = strategy
-        self._module = strategy.lightning_module
+        self._module = strategy._module
         self._engine = strategy.engine
         self._always = strategy.communication != "collective"
         self._rule = rule  # what microbatches counted in training
@@ -178,11 +177,9 @@ def totals_in(results: Results) -> Iterator[Total]:
         options["sync_dist"] = meta.sync.should
         options["sync_dist_group"] = meta.sync.group
         options["rank_zero_only"] = meta.sync.rank_zero_only
-        total = Total(meta.name, METRIC, options)
-        total.fx = meta.fx
-        if meta.add_dataloader_idx:
-            total.fx = meta.fx.removesuffix(f".{meta.dataloader_idx}")
-        total.dataloader_idx = meta.dataloader_idx
+        loader = meta.dataloader_idx
+        fx = meta.fx.removesuffix(f".{loader}")
+        total = Total(meta.name, METRIC, options, fx=fx, dataloader_idx=loader)
         if item.is_tensor:
             total.reduction = meta.reduce_fx.__name__
             total.value = float(item.value)

@@ -87,10 +87,7 @@ class Total:
     @property
     def identity(self) -> tuple[str, int, str]:
         """Equal on all ranks for what belongs together; sorting by it is the order that ranks agree on."""
-        loader = self.dataloader_idx
-        if loader is None:
-            loader = -1
-        return self.fx, loader, self.name
+        return self.fx, self.dataloader_idx or 0, self.name
 
 
 Message = list[list[Any]]

@@ -78,12 +78,9 @@ def separates_samples(model: nn.Module, device: torch.device) -> bool:
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Run without dropout and gradients, and restore modes and random numbers."""
     modes = [(part, part.training) for part in module.modules()]
-    devices = []
-    if device.type == "cuda":
-        devices.append(device)
     module.eval()
     try:
-        with torch.no_grad(), isolated_rng(), torch.random.fork_rng(devices):
+        with torch.no_grad(), isolated_rng(device):
             yield
     finally:
         for part, mode in modes:

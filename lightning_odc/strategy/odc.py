@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import partial, partialmethod
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -34,10 +34,7 @@ from lightning_odc.sharding.engines import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, F
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.stepping import by_lists
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
-from lightning_odc.strategy.callbacks import (
-    first_and_last,
-    meeting_before_batches,
-)
+from lightning_odc.strategy.callbacks import first_and_last, meeting_before_batches
 from lightning_odc.strategy.comparisons import compare_batches, compare_programs, compare_whole_parameters
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.reducing import ReducingStrategy
@@ -52,7 +49,6 @@ from lightning_odc.strategy.setup.options import (
     check_unknown,
 )
 from lightning_odc.strategy.signals import PendingSignals
-from lightning_odc.strategy.step import Training
 from lightning_odc.strategy.torch_metrics import gather_state, metrics_of
 from lightning_odc.strategy.training_data import TrainingData
 
@@ -207,7 +203,6 @@ class ODCStrategy(ReducingStrategy):
             state_dict_type=state_dict_type,
             device_mesh=device_mesh,
         )
-        self._training: Training | None = None
         self._training_data: TrainingData | None = None
         # What microbatches counted in the last fit, and count in evaluations after it.
         self._rule: Rule | None = None
@@ -225,7 +220,7 @@ class ODCStrategy(ReducingStrategy):
 
     # -- setting up and tearing down ----------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self._failed = False
         self._before_transfer = self._on_teardown.enter_context(
@@ -264,9 +259,7 @@ class ODCStrategy(ReducingStrategy):
                 self._on_teardown.callback(setattr, metric, "dist_sync_fn", None)
         if fitting:
             self._setup_averages(trainer)
-        ends = first_and_last(
-            _compat_lightning.callbacks_of(trainer), attached, self.on_exception, self._end_epoch
-        )
+        ends = first_and_last(_compat_lightning.callbacks_of(trainer), self)
         self._on_teardown.enter_context(ends)
         self.barrier()
         if fitting:
@@ -290,9 +283,9 @@ class ODCStrategy(ReducingStrategy):
         try:
             if attached is not None:
                 attached.close()
-            if signals is not None and not self._failed:
-                signals.deliver()
             if attached is not None and not self._failed:
+                if signals is not None:
+                    signals.deliver()
                 self._give_back()
         finally:
             super().teardown()
@@ -310,25 +303,22 @@ class ODCStrategy(ReducingStrategy):
     # -- a step -------------------------------------------------------------------------------------------
 
     def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        assert self._training is not None
         if args and isinstance(args[0], Minibatch):
             self._hold_signals(meeting=True)
-        return self._training.step(*args, **kwargs)
+        return self._training_now.step(*args, **kwargs)
 
     def facts_of(self, batch: object) -> MicrobatchFacts | None:
         """What a loader knows about the microbatch that runs in ``training_step``, if it is this one."""
-        assert self._training is not None
-        return self._training.facts_of(batch)
+        return self._training_now.facts_of(batch)
 
     def optimizer_step(
         self,
         optimizer: Optimizer,
         closure: Callable[[], object],
-        model: pl.LightningModule | nn.Module | None = None,
+        model: LightningModule | nn.Module | None = None,
         **kwargs: object,
     ) -> object:
-        training = self._training
-        assert training is not None
+        training = self._training_now
         settled = 0
 
         def closure_then_settle() -> object:
@@ -379,8 +369,7 @@ class ODCStrategy(ReducingStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         check_filled(self._unfilled)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         check_single(trainer.train_dataloader, self.options.balance)
         self._hold_signals(meeting=self._groups.on_demand)
         if self.attached.sample_group is not None:
@@ -396,11 +385,6 @@ class ODCStrategy(ReducingStrategy):
         self.publish_parameters()
         data.begin()
         compare_batches(self.engine, trainer)
-
-    def _end_epoch(self) -> None:
-        assert self._training is not None
-        self._training.end_epoch()
-        self._data.session.end_epoch()
 
     def on_validation_start(self) -> None:
         self._begin_evaluation().begin()
@@ -442,8 +426,7 @@ class ODCStrategy(ReducingStrategy):
         if not meeting or self.world_size == 1 or self._groups.divides_layers:
             return
         if self._signals is None:
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
+            trainer = self._module.trainer
             self._signals = PendingSignals(self.engine.signals)
             self._on_teardown.enter_context(self._signals.collected(trainer))
             self._on_teardown.enter_context(_compat_lightning.in_place_of_broadcasts(trainer, lambda _: None))
@@ -462,19 +445,23 @@ class ODCStrategy(ReducingStrategy):
         if self.options.group_size > 1 and isinstance(dataloader, BalancedDataLoader):
             shared = self.distributed_sampler_kwargs
             dataloader.world = shared["num_replicas"], shared["rank"]
-        module = self.lightning_module
-        if module is None or not module.trainer.training:
+        trainer = self._module.trainer
+        if not trainer.training:
             return for_evaluation(self, dataloader)
-        return self._with_its_place(self._data.process(dataloader))
+        loader: object = self._data.process(dataloader)
+        # The place of a balanced loader is not to be loaded into another one.
+        if self._has_place and not isinstance(loader, BalancedDataLoader):
+            _compat_lightning.forget_loader_states(trainer)
+        return loader
 
     def batch_to_device(
         self, batch: object, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> object:
         transfer = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
-        module = self.lightning_module
+        trainer = self._module.trainer
         loaders: object = None
-        if module is not None and module.trainer.training:
-            loaders = module.trainer.train_dataloader
+        if trainer.training:
+            loaders = trainer.train_dataloader
         minibatch = batch if only(loaders) is loaders else only(batch)
         if not isinstance(minibatch, Minibatch):
             try:
@@ -487,12 +474,12 @@ class ODCStrategy(ReducingStrategy):
 
         moved = minibatch.map(move)
         if moved.all_ranks is not None:
-            convert = self.precision_plugin.convert_input
-            moved.all_ranks = moved.all_ranks.map(lambda microbatch: move(convert(microbatch)))
+            moved.all_ranks = moved.all_ranks.map(
+                lambda microbatch: move(self.precision_plugin.convert_input(microbatch))
+            )
         return moved
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         self._data.accumulation.show_interval()
         if isinstance(batch, Minibatch):
-            assert self.lightning_module is not None
-            _compat_lightning.count_batch_once(self.lightning_module.trainer)
+            _compat_lightning.count_batch_once(self._module.trainer)

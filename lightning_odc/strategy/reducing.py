@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_odc.errors import DisagreementError, PeerFailedError
+from lightning_odc.sharding.optimizers import StateDict
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.setup.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
@@ -33,11 +34,16 @@ class ReducingStrategy(ShardedStrategy):
     _training: Training | None = None
     _failed = False
 
+    @property
+    def _training_now(self) -> Training:
+        """What runs training steps."""
+        assert self._training is not None, "there are steps only in `fit`"
+        return self._training
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """As under DDP: gradients of backward passes in this context wait for the next one outside of it."""
-        training = self._training
-        assert training is not None, "there is a backward pass only in `fit`"
+        training = self._training_now
         training.blocks_sync = True
         try:
             yield
@@ -67,21 +73,12 @@ class ReducingStrategy(ShardedStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - of Lightning
         """Whether all ranks decide so, or any: all of them, also where `reduce` is over groups."""
-        if self._group_of_values is None:
-            return super().reduce_boolean_decision(decision, all)
+        everybody = self._group_of_values and dist.group.WORLD
         count = torch.tensor(int(decision), device=self.root_device)
-        agreed = int(self.reduce(count, dist.group.WORLD, "sum"))
+        agreed = int(self.reduce(count, everybody, "sum"))
         if all:
             return agreed == self.world_size
         return agreed > 0
-
-    @property
-    def _group_of_values(self) -> dist.ProcessGroup | None:
-        """The ranks over which values are reduced: one of every tensor-parallel group, since all have the same."""
-        mesh = self._groups.data_parallel
-        if mesh is None:
-            return None
-        return mesh.get_group()
 
     def all_gather(
         self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
@@ -99,7 +96,7 @@ class ReducingStrategy(ShardedStrategy):
                 raise DisagreementError(f"self.all_gather got, by rank: {'; '.join(by_rank)}. {_PAD}")
         return super().all_gather(tensor, group, sync_grads)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> StateDict:
         if self._attached is not None and not self._failed:
             self.engine.announce_collective("trainer.save_checkpoint, which all ranks call together")
         elif not self._failed:  # after training nothing else finds out who is missing
@@ -113,7 +110,7 @@ class ReducingStrategy(ShardedStrategy):
                 ) from error
         return super().lightning_module_state_dict()
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> StateDict:
         if self._failed:  # schedulers may have stepped on some ranks alone; those of rank 0 are saved
             for group in optimizer.param_groups:
                 settings = {name: value for name, value in group.items() if name != "params"}
@@ -121,7 +118,7 @@ class ReducingStrategy(ShardedStrategy):
         return super().optimizer_state(optimizer)
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None
+        self, checkpoint: StateDict, filepath: str | Path, storage_options: object = None
     ) -> None:
         if self._failed and self._training is not None:
             # A rank that raises between the meeting of a step and the end of its optimizer leaves the others a step

@@ -118,24 +118,19 @@ class EndsTogether:
 def uneven_engine(strategy: ShardedStrategy) -> Engine | None:
     """What lets ranks agree, if they may run different numbers of batches now."""
     attached = strategy._attached
-    if attached is None or attached.sample_group is not None or strategy.communication == "collective":
-        return None
-    if attached.engine.world_size == 1:
+    if attached is None or attached.sample_group is not None or not strategy._groups.on_demand:
         return None
     return attached.engine
 
 
-def for_training(
-    engine: Engine, loader: object, talks: Callable[[], bool], ahead: Callable[[], int], may_change: bool
-) -> object:
+def for_training(engine: Engine, loader: object, trainer: Any, talks: Callable[[], bool]) -> object:
     """The loader, or what ends it on all ranks together; see Note [Ranks run out]. All ranks together.
 
     Args:
         engine: What lets ranks talk to each other.
         loader: The training loader of this rank.
+        trainer: What knows how many batches share an optimizer step.
         talks: Returns whether a step of this rank has called a collective.
-        ahead: Returns how many batches share an optimizer step.
-        may_change: Whether other loaders may follow in later epochs. Values are logged in one way in all of them.
     """
 
     def agree(has: int) -> int:
@@ -151,12 +146,13 @@ def for_training(
         return most
 
     lengths = _lengths(engine, loader)
-    length = None
+    length: int | None = None
     if None not in lengths:
         length = max(lengths)
-        if min(lengths) == length and not may_change:
+        # Other loaders may follow in later epochs, and values are logged in one way in all of them.
+        if min(lengths) == length and not trainer.reload_dataloaders_every_n_epochs:
             return loader
-    return EndsTogether(loader, length, agree, ahead)
+    return EndsTogether(loader, length, agree, ahead=lambda: int(trainer.accumulate_grad_batches))
 
 
 def for_evaluation(strategy: ShardedStrategy, loader: object) -> object:

@@ -70,8 +70,7 @@ class _OptimizerStep:
 
 def call_step(strategy: ShardedStrategy, name: str, *args: object, **kwargs: object) -> Any:
     """Call a step of the module through its ``__call__``, where ``fully_shard`` has its hooks."""
-    module = strategy.lightning_module
-    assert module is not None
+    module = strategy._module
     forward = module.forward
     try:
         with strategy.precision_plugin.forward_context(), strategy.engine.traced("forward", step=name):
@@ -89,9 +88,8 @@ class Training(Door):
     wording = WORDING
 
     def __init__(self, strategy: ShardedStrategy, session: Session) -> None:
-        assert strategy.lightning_module is not None
         self._strategy = strategy
-        self._module = strategy.lightning_module
+        self._module = strategy._module
         self._device = strategy.root_device
         self.engine = strategy.engine
         self.engine.drops_outside = self._module.automatic_optimization
@@ -352,19 +350,20 @@ class Training(Door):
             self._session.contradict(contradiction, self._module.trainer.global_step)
 
     def end_epoch(self) -> None:
-        """Refuse a first epoch in which hooks of parameters waited for a step that never came."""
+        """Refuse a first epoch in which hooks of parameters waited for a step that never came; measure others."""
         # Under automatic optimization, Lightning steps, if there is a batch at all.
-        if self._has_settled or self._module.automatic_optimization:
-            return
-        self.engine.reshard()
-        if any(map(_compat.gradient_hooks_of, self._module.parameters())):
-            raise ODCError(
-                "Hooks of `register_post_accumulate_grad_hook` are called at the optimizer step, when gradients are "
-                "complete. No optimizer that `configure_optimizers` returned has stepped in this epoch. If the hooks "
-                "step their own optimizers, end each step in `training_step`, after `self.manual_backward(loss)`:\n"
-                "    self.trainer.strategy.settle_gradients()\n"
-                "    self.trainer.strategy.publish_parameters()"
-            )
+        if not self._has_settled and not self._module.automatic_optimization:
+            self.engine.reshard()
+            if any(map(_compat.gradient_hooks_of, self._module.parameters())):
+                raise ODCError(
+                    "Hooks of `register_post_accumulate_grad_hook` are called at the optimizer step, when gradients "
+                    "are complete. No optimizer that `configure_optimizers` returned has stepped in this epoch. If the "
+                    "hooks step their own optimizers, end each step in `training_step`, after "
+                    "`self.manual_backward(loss)`:\n"
+                    "    self.trainer.strategy.settle_gradients()\n"
+                    "    self.trainer.strategy.publish_parameters()"
+                )
+        self._session.end_epoch()
 
     def end_step(self) -> None:
         """An optimizer has stepped: publish the parameters and log the values of the step."""

@@ -95,7 +95,9 @@ class StepMetrics:
         self._engine = engine
         # Those that are in no other one. Paths stand for them, since `==` and `hash` of a metric mean something else.
         self._metrics: dict[str, Metric] = {}
-        self._states: dict[tuple[str, int], Values] = {}  # of the calls of this step, by path and number
+        self._states: dict[
+            tuple[str, int | None], Values
+        ] = {}  # of the calls of this step, by path and number
         self._resets: defaultdict[str, list[str]] = defaultdict(list)  # of this step, as in `Origin`
         self._outputs: dict[tuple[Any, ...], Any] = {}  # what metrics have computed for this step, by origin
         self._depth = 1  # of contexts in which nothing is noted: calls of metrics, trials
@@ -185,9 +187,7 @@ class StepMetrics:
             self._resets[origin.path] = origin.resets
             if "before" in origin.resets:
                 metric.reset()
-        states = None
-        if origin.number is not None:
-            states = self._states.get((origin.path, origin.number))
+        states = self._states.get((origin.path, origin.number))
         with ExitStack() as stack:
             if origin.exchanges:
                 self._engine.announce_collective("values of torchmetrics objects at the end of a step")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from operator import length_hint
-from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -15,7 +14,6 @@ from lightning_odc.data.convert import ChosenSamplesError, balanced_from
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import causal_model
 from lightning_odc.data.reader import is_stream
-from lightning_odc.engine.base import Engine
 from lightning_odc.run.session import Session, choose_policy, compare, share_reading
 from lightning_odc.samples.lengths import LengthsUnknownError
 from lightning_odc.strategy import decisions, model_facts
@@ -29,9 +27,8 @@ from lightning_odc.strategy.step import Training
 
 @dataclass(frozen=True)
 class _Converted:
-    """A loader of the user's that was balanced."""
+    """A loader of the user's that was balanced in this epoch."""
 
-    epoch: int  # in which it was
     balanced: BalancedDataLoader
     original: object
 
@@ -40,12 +37,11 @@ class TrainingData:
     """Makes the training loaders of one fit, and what the trainer counts in them. A session decides the rest."""
 
     def __init__(self, strategy: ShardedStrategy) -> None:
-        assert strategy.lightning_module is not None
         self.session = Session()
-        self.accumulation = Accumulation(strategy.lightning_module.trainer)  # what is folded into minibatches
+        self.accumulation = Accumulation(strategy._module.trainer)  # what is folded into minibatches
         self.training: Training | None = None  # from `set_up` on
-        self._module = strategy.lightning_module
-        self._trainer = strategy.lightning_module.trainer
+        self._module = strategy._module
+        self._trainer = strategy._module.trainer
         self._strategy = strategy
         self._options = strategy.options
         self._watch: RemovableHandle | None = None
@@ -54,11 +50,6 @@ class TrainingData:
         self._epoch = -1  # in which a loader came last
         # How many share the data: ranks, or groups of them that compute one sample together.
         self._world_size: int = strategy.distributed_sampler_kwargs["num_replicas"]
-
-    @property
-    def _engine(self) -> Engine | None:
-        """What lets ranks talk to each other; ``None`` where ``setup()`` asks for the data."""
-        return None if self._strategy._attached is None else self._strategy.engine
 
     # -- from Lightning's hooks ---------------------------------------------------------------------------
 
@@ -73,6 +64,8 @@ class TrainingData:
         self.session.loader = None
         is_alone = self._epoch != self._trainer.current_epoch
         self._epoch = self._trainer.current_epoch
+        if is_alone:
+            self._converted = None
         loader = dataloader
         if self._options.balance is not None and not decisions.yields_minibatches(dataloader):
             loader = self._balanced(dataloader)
@@ -82,7 +75,7 @@ class TrainingData:
         if self._world_size > 1:
             self._options.check_policy(loader.options.policy)
         if loader is not dataloader:
-            self._converted = _Converted(self._trainer.current_epoch, loader, dataloader)
+            self._converted = _Converted(loader, dataloader)
         self.session.loader = loader
         loader.minibatches_per_step = self._trainer.accumulate_grad_batches
         loader.wait_for(self._before_pass)
@@ -100,17 +93,13 @@ class TrainingData:
         """A loader that is not balanced, but ends on all ranks together; see Note [Ranks run out]."""
         self._stand_aside()
         engine = uneven_engine(self._strategy)
-        module = self._module
-        trainer: Any = self._trainer
-        reads_itself = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-        if engine is None or not is_alone or not module.automatic_optimization or reads_itself:
+        reads_itself = is_param_in_hook_signature(
+            self._module.training_step, "dataloader_iter", explicit=True
+        )
+        if engine is None or not is_alone or not self._module.automatic_optimization or reads_itself:
             return loader
         together = for_training(
-            engine,
-            loader,
-            talks=lambda: self.training is not None and self.training.talks,
-            ahead=lambda: int(trainer.accumulate_grad_batches),
-            may_change=trainer.reload_dataloaders_every_n_epochs > 0,
+            engine, loader, self._trainer, talks=lambda: self.training is not None and self.training.talks
         )
         if isinstance(together, EndsTogether):
             self._together = together
@@ -180,15 +169,13 @@ class TrainingData:
     def _why_not(self, dataloader: object) -> str:
         """Why ``"auto"`` leaves a loader alone, before it tries to convert it; empty if it does not."""
         before = self._converted
-        if before is not None and before.epoch == self._trainer.current_epoch:
+        if before is not None:
             before.balanced.stand_aside(before.original)
             return (
                 "one plan cannot cover several loaders. Write one, "
                 "DataLoader(torch.utils.data.ConcatDataset([a, b]), batch_size=8)."
             )
-        return decisions.reason_against(
-            dataloader, self._options, self._module, self._engine, self._world_size
-        )
+        return decisions.reason_against(dataloader, self._strategy, self._world_size)
 
     def _convert(self, dataloader: object) -> BalancedDataLoader:
         options = self._options

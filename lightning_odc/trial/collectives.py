@@ -16,7 +16,7 @@ from lightning_odc.samples.content import tensors_of
 from lightning_odc.trial.untouched import LIBRARIES
 
 
-class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
+class CollectiveListener(_compat.TorchDispatchMode):
     """Notes whether code in this context calls a collective, beside those of the engine and of ``fully_shard``.
 
     It notes, too, whether the code writes into parameters that this rank has whole, and keeps what they were.
@@ -31,7 +31,7 @@ class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
     supports_higher_order_operators = True  # passes them on
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.heard = ""
         self.kept: dict[Tensor, Tensor] = {}  # what parameters were before they were written to
         whole = [one for one in parameters if type(one.data) is Tensor and one.numel()]

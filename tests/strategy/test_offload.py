@@ -86,7 +86,7 @@ def test_the_process_group_is_chosen_where_shards_are_offloaded(monkeypatch):
         assert _started_with(monkeypatch, **options) == own
     options = {"parallel_devices": GPUS, "cpu_offload": False, "process_group_backend": "nccl"}
     assert _started_with(monkeypatch, **options) == "nccl"
-    assert callable(_compat_lightning._lightning_distributed._destroy_dist_connection)
+    assert callable(_compat_lightning._destroy_dist_connection)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
+from torch.cuda import Event as CudaEvent
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.callbacks.idle.channels import Channel
@@ -36,6 +36,7 @@ from lightning_odc.callbacks.idle.summary import (
     UNKNOWN,
     IdleCause,
     IdleSummary,
+    Logged,
     StepNumbers,
     add_seconds,
     resolve,
@@ -54,8 +55,8 @@ from lightning_odc.strategy.odc import ODCStrategy
 
 
 def watch_for(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
+    trainer: Trainer,
+    module: LightningModule,
     waits: StreamWaits | None,
     channel: Channel | None = None,
 ) -> Watch:
@@ -185,10 +186,7 @@ def on_outermost_calls(module: nn.Module, seen: Callable[[Any], None]) -> list[R
         nonlocal depth
         depth += 1
         if depth == 1:
-            batch = None
-            if inputs:
-                batch = inputs[0]
-            seen(batch)
+            seen(next(iter(inputs), None))
 
     def leave(*_: object) -> None:
         nonlocal depth
@@ -205,13 +203,13 @@ class _Step:
 
     numbers: StepNumbers
     waits: list[StreamWait]  # of its host, on the stream of the device
-    passed: torch.cuda.Event | None  # the end of the step on that stream
+    passed: CudaEvent | None  # the end of the step on that stream
 
 
 class IdleMeasurement:
     """Measures steps on this rank and learns every other rank's. Begin it on all ranks together."""
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, interval: int) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, interval: int) -> None:
         strategy = trainer.strategy
         self._channel = Channel(trainer.world_size)
         self._stream_waits: StreamWaits | None = None
@@ -243,15 +241,11 @@ class IdleMeasurement:
         loop.profiler = self._data
         self._calls: list[RemovableHandle] = []  # without them, a Lightning batch is a microbatch
         if isinstance(strategy, ODCStrategy):
-            assert strategy.model is not None
             self._calls = on_outermost_calls(
                 strategy.model, lambda batch: self._meter.count(batch, strategy.facts_of(batch))
             )
-        clock = None
-        if _on_cpu(strategy):
-            clock = boot_id()
-        clocks = set(self._channel.agree(clock))
-        self._common_clock = len(clocks) == 1 and clock is not None
+        clocks = set(self._channel.agree(boot_id()))
+        self._common_clock = len(clocks) == 1 and _on_cpu(strategy)
 
     @property
     def complete(self) -> bool:
@@ -314,13 +308,12 @@ class IdleMeasurement:
         while self._sent and (wait or self._sent[0].done()):
             by_rank = self._sent.popleft().result()
             for ranks in zip(*by_rank, strict=True):
-                possible = resolve(ranks, self._common_clock, self._group_size)
-                self._comparable = self._comparable and possible
+                self._comparable &= resolve(ranks, self._common_clock, self._group_size)
                 self.recent.add(ranks)
                 self.epoch.add(ranks)
                 yield ranks[0].number
 
-    def release(self, trainer: pl.Trainer) -> None:
+    def release(self, trainer: Trainer) -> None:
         """Leave everything as it was found."""
         self._data.remove(trainer)
         self.watch.release()
@@ -328,7 +321,7 @@ class IdleMeasurement:
         for handle in self._calls:
             handle.remove()
 
-    def values(self, summary: IdleSummary, per_rank: bool) -> dict[str, float]:
+    def values(self, summary: IdleSummary, per_rank: bool) -> Logged:
         """What `recent` or `epoch` amounts to."""
         return summary.values(self.complete, per_rank, self._group_size)
 

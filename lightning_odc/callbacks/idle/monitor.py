@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_odc.arguments import Count, checked
 from lightning_odc.callbacks.idle.measurement import IdleMeasurement
-from lightning_odc.callbacks.idle.summary import IdleSummary
+from lightning_odc.callbacks.idle.summary import IdleSummary, Logged
 from lightning_odc.data.convert import only
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.errors import ODCError
@@ -74,11 +73,11 @@ class DeviceIdleMonitor(Callback):
         self.per_rank = per_rank
         self.progress_bar = progress_bar
         self.complete = False
-        self.last_step: dict[str, float] = {}
-        self.last_epoch: dict[str, float] = {}
+        self.last_step: Logged = {}
+        self.last_epoch: Logged = {}
         self._measurement: IdleMeasurement | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.last_step = {}
         self.last_epoch = {}
         with self._harmless(trainer):
@@ -92,20 +91,20 @@ class DeviceIdleMonitor(Callback):
             )
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._measurement is not None:
             self._measurement.begin_batch(batch)
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._measurement is not None:
             self._measurement.watch.before_backward()
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._measurement is not None:
             self._measurement.watch.after_backward()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         measurement = self._measurement
         if measurement is None:
             return
@@ -119,12 +118,12 @@ class DeviceIdleMonitor(Callback):
             if logged and self.progress_bar and name in self.last_step:
                 pl_module.log(name, self.last_step[name], prog_bar=True, logger=False, batch_size=1)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._measurement is not None:
             with self._harmless(trainer):
                 self._measurement.pause()
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         measurement = self._measurement
         if measurement is None:
             return
@@ -141,19 +140,17 @@ class DeviceIdleMonitor(Callback):
                 where += f", {trainer.strategy.communication}"
             rank_zero_info(f"DeviceIdleMonitor, {where}: {_in_words(values)}")
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._release(trainer)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._release(trainer)
 
-    def _interval(self, trainer: pl.Trainer) -> int:
+    def _interval(self, trainer: Trainer) -> int:
         """Optimizer steps in a row that is logged; 0 for no rows."""
         return self.every_n_steps or cast(Any, trainer).log_every_n_steps
 
-    def _log_steps(self, trainer: pl.Trainer, measurement: IdleMeasurement, steps: Iterator[int]) -> bool:
+    def _log_steps(self, trainer: Trainer, measurement: IdleMeasurement, steps: Iterator[int]) -> bool:
         """Log whenever enough steps have come together; returns whether they ever had."""
         interval = self._interval(trainer)
         logged = False
@@ -166,7 +163,7 @@ class DeviceIdleMonitor(Callback):
                 logged = True
         return logged
 
-    def _write(self, trainer: pl.Trainer, values: dict[str, float], step: int) -> None:
+    def _write(self, trainer: Trainer, values: Logged, step: int) -> None:
         """Hand the values to every logger. One that fails does not end the training."""
         if not trainer.is_global_zero:
             return
@@ -179,7 +176,7 @@ class DeviceIdleMonitor(Callback):
                     f"{type(error).__name__}: {error}"
                 )
 
-    def _look_for_gaps(self, trainer: pl.Trainer) -> None:
+    def _look_for_gaps(self, trainer: Trainer) -> None:
         """Say once what is not measured."""
         if self._measurement is not None and self.complete and not self._measurement.complete:
             strategy = trainer.strategy
@@ -193,7 +190,7 @@ class DeviceIdleMonitor(Callback):
         self.complete = self._measurement is not None and self._measurement.complete
 
     @contextmanager
-    def _harmless(self, trainer: pl.Trainer) -> Iterator[None]:
+    def _harmless(self, trainer: Trainer) -> Iterator[None]:
         """An error of the measurement ends the measurement, not the training; what a peer did is passed on."""
         try:
             yield
@@ -203,7 +200,7 @@ class DeviceIdleMonitor(Callback):
             rank_zero_warn(f"DeviceIdleMonitor does nothing under {type(trainer.strategy).__name__}: {error}")
             self._release(trainer)
 
-    def _release(self, trainer: pl.Trainer) -> None:
+    def _release(self, trainer: Trainer) -> None:
         measurement, self._measurement = self._measurement, None
         if measurement is not None:
             measurement.release(trainer)
@@ -219,7 +216,7 @@ _FIGURES = {
 }
 
 
-def _in_words(values: dict[str, float]) -> str:
+def _in_words(values: Logged) -> str:
     """What happened in an epoch, for people."""
     waiting = "waiting for other ranks is not measured"
     if "idle/fraction" in values:
@@ -231,7 +228,7 @@ def _in_words(values: dict[str, float]) -> str:
     return f"{waiting}; {padding}; {', '.join(figures)}"
 
 
-def _add_flops(trainer: pl.Trainer, module: pl.LightningModule, values: dict[str, float]) -> None:
+def _add_flops(trainer: Trainer, module: LightningModule, values: Logged) -> None:
     """What the model computes for real tokens, without attention, and its part of what the devices can do at most."""
     strategy = trainer.strategy
     if isinstance(strategy, FSDPStrategy) and not isinstance(strategy, ODCStrategy):
@@ -247,7 +244,7 @@ def _add_flops(trainer: pl.Trainer, module: pl.LightningModule, values: dict[str
         values["model_flops_fraction"] = flops / (peak * trainer.world_size)
 
 
-def _memory_values(trainer: pl.Trainer) -> dict[str, float]:
+def _memory_values(trainer: Trainer) -> Logged:
     loader = only(trainer.train_dataloader)
     if isinstance(loader, BalancedDataLoader):
         return loader.memory_values

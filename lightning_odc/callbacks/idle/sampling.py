@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.cuda import Event as CudaEvent
 from torch.profiler import ProfilerActivity
 
 from lightning_odc._compat import profiler_is_running
@@ -110,15 +111,12 @@ def transfers(by_rank: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[
 def waited(records: Sequence[KernelRecord], window: range, transfer: Mapping[str, Sequence[int]]) -> float:
     """Seconds of a window in which this device was idle inside collectives. See Note [Waiting inside a kernel]."""
     left = {name: iter(of_name) for name, of_name in transfer.items()}
-    own = []
-    waits = []
+    before_transfers: list[KernelRecord] = []
     for record in records:
         if record.is_collective:
-            moving = next(left[record.name])
-            waits.append(record._replace(end=record.end - moving))
-        else:
-            own.append(record)
-    return _covered([*own, *waits], window) - _covered(own, window)
+            record = record._replace(end=record.end - next(left[record.name]))
+        before_transfers.append(record)
+    return parts_of(before_transfers, window)[DevicePart.COLLECTIVE]
 
 
 def _covered(records: Iterable[KernelRecord], window: range) -> float:
@@ -133,7 +131,7 @@ def _covered(records: Iterable[KernelRecord], window: range) -> float:
 class CudaProfile:
     """``torch.profiler`` on the activity of a device alone, used again and again."""
 
-    def __init__(self, device: torch.device, mark: Callable[[], torch.cuda.Event]) -> None:
+    def __init__(self, device: torch.device, mark: Callable[[], CudaEvent]) -> None:
         self._device = device
         self._mark = mark
         self._profile: torch.profiler.profile | None = None
@@ -182,7 +180,7 @@ class SampledWatch(Watch):
 
     def __init__(
         self,
-        mark: Callable[[], torch.cuda.Event],  # the moment at which the device has done all work so far
+        mark: Callable[[], CudaEvent],  # the moment at which the device has done all work so far
         profile: CudaProfile,
         agree: Callable[[Any], list[Any]],  # returns every rank's item, in rank order
         comparable: bool = True,  # every collective is one of all ranks
@@ -196,7 +194,7 @@ class SampledWatch(Watch):
         self._due = _FIRST  # the step after which the next sample begins
         self._discarded = 0  # samples that an interruption has ended
         self._running = False
-        self._begin: torch.cuda.Event | None = None  # the begin of the step that counts, if that runs now
+        self._begin: CudaEvent | None = None  # the begin of the step that counts, if that runs now
         self._cost = 0.0
         # Before the first step: is there a profiler? This also prepares it.
         if self._together(self._start):
@@ -228,7 +226,7 @@ class SampledWatch(Watch):
         self._begin = None
         _attempt(self._profile.abandon)
 
-    def _finish(self, numbers: StepNumbers, begin: torch.cuda.Event) -> None:
+    def _finish(self, numbers: StepNumbers, begin: CudaEvent) -> None:
         began = time.monotonic()
         end = self._mark()
         records = []

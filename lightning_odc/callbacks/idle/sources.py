@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.profilers import Profiler
 from torch import Tensor, nn
+from torch.cuda import Event as CudaEvent
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import _compat
@@ -50,9 +51,9 @@ class ComputeStream:
         """Follow the stream that is current now. The training thread calls this."""
         self._stream = torch.cuda.current_stream(self._device)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> CudaEvent:
         """The moment at which the stream has done all work so far. Any thread, any current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = CudaEvent(enable_timing=True)
         event.record(self._stream)
         return event
 
@@ -68,8 +69,8 @@ class StreamWait(NamedTuple):
     """A wait of the host: between these events the stream had nothing to do."""
 
     cause: IdleCause
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
+    begin: CudaEvent
+    end: CudaEvent
 
 
 class StreamWaits:
@@ -79,7 +80,7 @@ class StreamWaits:
         self.stream = stream
         self.counting = False  # whether waits that begin now count
         self.causes: set[IdleCause] = set()  # what can be waited for: without a wait it is zero, not unknown
-        self._begun: list[tuple[IdleCause, torch.cuda.Event] | None] = []
+        self._begun: list[tuple[IdleCause, CudaEvent] | None] = []
         self._ended: list[StreamWait] = []
 
     def enter(self, cause: IdleCause) -> None:
@@ -168,7 +169,7 @@ class GradientWatch(Watch):
     def __init__(self, module: nn.Module, stream: ComputeStream | None) -> None:
         super().__init__(complete=True)
         self._stream = stream
-        self._entered: int | torch.cuda.Event = 0
+        self._entered: int | CudaEvent = 0
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._enter)
             for parameter in module.parameters()
@@ -193,12 +194,11 @@ class GradientWatch(Watch):
     def release(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
     def _enter(self, *_: object) -> None:
         self._entered = self._moment()
 
-    def _moment(self) -> int | torch.cuda.Event:
+    def _moment(self) -> int | CudaEvent:
         """The present, of the host or of its device."""
         if self._stream is None:
             return time.monotonic_ns()
@@ -251,7 +251,7 @@ class Meeting:
     left: int  # it had the result
 
 
-class GroupWatch(Watch, _compat.TorchDispatchMode):  # type: ignore[misc]
+class GroupWatch(Watch, _compat.TorchDispatchMode):
     """``ODCStrategy`` with groups, on CPUs: the engine counts waits between groups, and operators show those within."""
 
     # A rank has come when it begins a collective. It waits in ``wait_tensor``, which may be later; of the functions of
@@ -348,7 +348,7 @@ class ShardedWatch(Watch):
             module.set_custom_all_gather(cast(Any, TimedComm(gather, self._meet)))
             module.set_custom_reduce_scatter(cast(Any, TimedComm(reduce_scatter, self._meet)))
             self._originals.append((module, gather, reduce_scatter))
-        self.complete = self.complete and bool(self._originals)
+        self.complete &= bool(self._originals)
 
     def release(self) -> None:
         for module, gather, reduce_scatter in self._originals:

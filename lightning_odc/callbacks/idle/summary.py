@@ -18,6 +18,8 @@ from lightning_odc.protocol.waiting import Cause
 UNKNOWN = math.nan
 
 _Name = TypeVar("_Name")
+Logged = dict[str, float]
+"""Values by the names under which they are logged."""
 
 
 class IdleCause(StrEnum):
@@ -189,7 +191,7 @@ class IdleSummary:
         if all(rank.seen for rank in ranks):
             self._seen.add(ranks)
 
-    def values(self, complete: bool, per_rank: bool, group_size: int = 1) -> dict[str, float]:
+    def values(self, complete: bool, per_rank: bool, group_size: int = 1) -> Logged:
         """What to log, by name; only what was measured."""
         # If not ``complete``, nothing is said about idle as a whole. Single ranks' names end in ``_rank0``, ...
         whole = self._all
@@ -226,9 +228,7 @@ def add_seconds(total: dict[_Name, float], more: Mapping[_Name, float]) -> None:
         total[name] = total.get(name, 0.0) + seconds
 
 
-def _of_ranks(
-    whole: _Totals, seen: _Totals, chosen: slice, complete: bool, group_size: int = 1
-) -> dict[str, float]:
+def _of_ranks(whole: _Totals, seen: _Totals, chosen: slice, complete: bool, group_size: int = 1) -> Logged:
     """What is said of some of the ranks: of all of them, or of one."""
     ranks = whole.ranks[chosen][::group_size]  # a group runs a sample once
     seen_ranks = seen.ranks[chosen]

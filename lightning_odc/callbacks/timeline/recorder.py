@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -61,7 +60,7 @@ class TimelineRecorder(Callback):
         self.timeline: Timeline | None = None
         self._recording: Recording | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.timeline = None
         self.dirpath.mkdir(parents=True, exist_ok=True)
         self._rank_path(trainer).unlink(missing_ok=True)
@@ -70,47 +69,46 @@ class TimelineRecorder(Callback):
         engine = None
         called: nn.Module = pl_module  # its call is a microbatch
         if isinstance(strategy, ODCStrategy):
-            assert strategy.model is not None
             waiting_seen |= strategy.communication != "collective"
             engine = strategy.engine
             called = strategy.model
         run = Timeline([], waiting_seen)
         self._recording = Recording(run, _beginning(trainer.world_size), engine, called)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._recording is not None:
             self._recording.gap_began = time.monotonic_ns()
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._recording is not None and self._wants(trainer.global_step):
             self._recording.begin_batch(trainer.global_step, batch)
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._recording is not None:
             self._recording.enter("backward")
 
     def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         if self._recording is not None:
             self._recording.enter("optimizer")
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         if self._recording is not None:
             step = trainer.global_step
             self._recording.end_batch(step, self._wants(step))
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._recording is not None:
             self._recording.end_gap("data")
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._recording is not None:
             self._recording.end_gap("validation")
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -133,9 +131,7 @@ class TimelineRecorder(Callback):
         self.timeline = timeline
         self._write(self.dirpath / "timeline.json", timeline)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -147,7 +143,7 @@ class TimelineRecorder(Callback):
     def _wants(self, step: int) -> bool:
         return self.steps is None or step in self.steps
 
-    def _rank_path(self, trainer: pl.Trainer) -> Path:
+    def _rank_path(self, trainer: Trainer) -> Path:
         """Where this rank writes if the fit ends by an error."""
         return self.dirpath / f"timeline-rank{trainer.global_rank}.json"
 

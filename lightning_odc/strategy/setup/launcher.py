@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from torch.multiprocessing import (  # type: ignore[attr-defined]  # they are no
 from lightning_odc import _compat_lightning, host_memory
 from lightning_odc.errors import PeerFailedError
 from lightning_odc.sharding.checkpoints import model_state
+from lightning_odc.sharding.optimizers import StateDict
 from lightning_odc.strategy.setup.starting import LightningStrategy
 
 #: Seconds that ranks have to end by themselves after one has failed, and again after they were told to.
@@ -53,7 +54,7 @@ class Outcome(NamedTuple):
     state: TrainerState
     progress: dict[str, object]
     metrics: dict[str, dict[str, object]]  # by the name of the trainer's attribute
-    callbacks: dict[str, dict[str, Any]]
+    callbacks: dict[str, StateDict]
     weights: dict[str, object]  # that were trained
 
 
@@ -189,7 +190,6 @@ def _outcome(trainer: Trainer, result: object) -> Outcome:
     """What a notebook gets from a rank. All ranks together, since weights are sharded."""
     weights = {}
     if trainer.state.fn == TrainerFn.FITTING:
-        assert trainer.lightning_module is not None
         weights = model_state(trainer.lightning_module, full=True)
     outcome = Outcome(
         result,
@@ -219,7 +219,6 @@ def _take_over(trainer: Trainer, outcome: Outcome) -> None:
             callback.dirpath = state["dirpath"]
         callback.load_state_dict(state)
     module = trainer.lightning_module
-    assert module is not None
     on_meta = any(parameter.is_meta for parameter in module.parameters())
     unknown = module.load_state_dict(outcome.weights, strict=False, assign=on_meta).unexpected_keys
     if unknown:

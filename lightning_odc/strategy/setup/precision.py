@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from statistics import fmean
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -34,6 +35,8 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat_lightning
 from lightning_odc.engine.unit_calls import tensors_in
+from lightning_odc.engine.values import parameters_and_buffers
+from lightning_odc.sharding.optimizers import StateDict
 from lightning_odc.sharding.stepping import clip
 from lightning_odc.sharding.wrapping import precision_policy
 
@@ -83,8 +86,7 @@ def unit_of(weights: Iterable[float]) -> float | None:
     usable = [weight for weight in weights if 0 < weight < math.inf]
     if not usable:
         return None
-    mean = sum(usable) / len(usable)
-    return 2.0 ** round(math.log2(mean))
+    return 2.0 ** round(math.log2(fmean(usable)))
 
 
 def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
@@ -166,8 +168,7 @@ class ODCPrecision(FSDPPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast what the precision names, and nothing else. ``module.to`` would cast complex tensors, too."""
-        tensors = [*module.parameters(), *module.buffers()]
-        if "mixed" not in self.precision and any(map(self._is_named, tensors)):
+        if "mixed" not in self.precision and any(map(self._is_named, parameters_and_buffers(module))):
             _compat_lightning.convert(module, self._converted, self._half or torch.float32)
         return module
 
@@ -235,13 +236,13 @@ class ODCPrecision(FSDPPrecision):
         """Clip by the norm over all ranks: sharded gradients know that they are parts of a whole."""
         self.gradient_norm = clip(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         state = super().state_dict()
         if self.weight_unit is not None:
             state[_WEIGHT_UNIT] = self.weight_unit
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         scaling = dict(state_dict)
         self.weight_unit = scaling.pop(_WEIGHT_UNIT, None)
         if scaling:  # not after `16-true`, which scales nothing

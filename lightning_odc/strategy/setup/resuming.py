@@ -13,18 +13,18 @@ or 5 ::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
 
 from lightning_odc.data.position import Position
+from lightning_odc.sharding.optimizers import StateDict
 
 #: Where a checkpoint has the place of a balanced loader: Lightning's own place for it ends other strategies.
 _PLACE = "odc_loader"
 
 
-def keep_place_apart(checkpoint: dict[str, Any]) -> None:
+def keep_place_apart(checkpoint: StateDict) -> None:
     """Let other strategies load a checkpoint of the middle of an epoch, too: their loaders have no such state."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     places = loop.get("combined_loader", [])
@@ -32,7 +32,7 @@ def keep_place_apart(checkpoint: dict[str, Any]) -> None:
         checkpoint[_PLACE] = loop.pop("combined_loader")
 
 
-def put_place_back(checkpoint: dict[str, Any]) -> bool:
+def put_place_back(checkpoint: StateDict) -> bool:
     """Let Lightning load the place of a balanced loader; returns whether there is one."""
     keep_place_apart(checkpoint)
     places = checkpoint.pop(_PLACE, [])
@@ -41,13 +41,13 @@ def put_place_back(checkpoint: dict[str, Any]) -> bool:
     return bool(places)
 
 
-def agree_with_loader(checkpoint: Mapping[str, Any]) -> bool:
-    """Let the loops of a checkpoint be where its loader is; returns whether schedulers have a step to make up for."""
-    loops = checkpoint.get("loops", {}).get("fit_loop", {})
-    places = loops.get("state_dict", {}).get("combined_loader", [])
-    if len(places) != 1 or "minibatches" not in places[0]:
-        return False
-    (place,) = places
+def agree_with_loader(checkpoint: StateDict) -> bool:
+    """Let the loops be where the loader of their checkpoint is; returns whether schedulers have a step to make up for.
+
+    The checkpoint has the place of a balanced loader: see `put_place_back`.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    (place,) = loops["state_dict"]["combined_loader"]
     epochs = loops["epoch_progress"]
     batches = loops["epoch_loop.batch_progress"]
     processed = epochs["current"]["processed"]
@@ -59,24 +59,24 @@ def agree_with_loader(checkpoint: Mapping[str, Any]) -> bool:
     if place["epoch"] < processed:
         return False
     current = batches["current"]
+    ended = current["completed"]
     done = place["minibatches"]
     if place["epoch"] > processed:  # the last batch of this one is done
         done = current["ready"]
-    has_ended = batches["is_last_batch"] and current["completed"] == current["ready"]
+    has_ended = batches["is_last_batch"] and ended == current["ready"]
     if epochs["current"]["started"] == processed or (has_ended and not done):
-        _set(batches["total"], batches["total"]["completed"])  # what it has is of the epoch before
-        _set(current, 0)
-        batches["is_last_batch"] = False
-        return False
-    if current["ready"] == current["processed"] == done:
+        # What it has is of the epoch before.
+        ended = 0
+        done = 0
+    elif current["ready"] == current["processed"] == done:
         return _raised_in_scheduler(loops, checkpoint)
-    if current["ready"] == done:
+    elif current["ready"] == done:
         for progress in (current, batches["total"]):
             progress["started"] = progress["processed"] = progress["ready"]
         steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]
         steps["completed"] = steps["ready"]
         return True
-    _set(batches["total"], batches["total"]["completed"] - current["completed"] + done)
+    _set(batches["total"], batches["total"]["completed"] - ended + done)
     _set(current, done)
     batches["is_last_batch"] = False
     return False
@@ -106,7 +106,7 @@ def _set(progress: dict[str, int], count: int) -> None:
         progress[name] = count
 
 
-def _raised_in_scheduler(loops: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> bool:
+def _raised_in_scheduler(loops: StateDict, checkpoint: StateDict) -> bool:
     """Whether `lr_scheduler_step` has raised before the scheduler stepped."""
     steps = loops["epoch_loop.scheduler_progress"]["total"]
     if steps["ready"] == steps["completed"]:

@@ -9,10 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -30,13 +30,14 @@ from lightning_odc import _compat_lightning
 from lightning_odc.data.convert import only
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.engine.units import fsdp_modules
-from lightning_odc.engine.values import give_first_values, send_values
+from lightning_odc.engine.values import give_first_values, parameters_and_buffers, send_values
 from lightning_odc.sharding import checkpoints, nodes
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT
 from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import (
     ParameterNames,
+    StateDict,
     assembled,
     put_in_place,
     regroup,
@@ -75,10 +76,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         device_mesh: tuple[int, int] | DeviceMesh | None,
         **of_fsdp: Any,
     ) -> None:
-        of_shards = []
-        if of_fsdp["auto_wrap_policy"] is not None:
-            of_shards.append("auto_wrap_policy")
-        of_shards += [one for one in ("cpu_offload", "mixed_precision") if of_fsdp[one]]
+        names = ("auto_wrap_policy", "cpu_offload", "mixed_precision")
+        of_shards = [name for name in names if of_fsdp[name] not in (None, False)]
         if state_dict_type == "sharded":
             of_shards.append('state_dict_type="sharded"')
         name = options.check_sharding(sharding_strategy, device_mesh, self.options.group_size, of_shards)
@@ -138,6 +137,12 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             plugin.checkpoint_io = WholeCheckpointIO()
         return plugin
 
+    @property
+    def _module(self) -> LightningModule:
+        """What the trainer runs now."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     def _device_type(self) -> str:
         if self.parallel_devices:
             return self.parallel_devices[0].type
@@ -176,7 +181,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         if self._launcher is None:
             super()._configure_launcher()
 
-    def _set_device_mesh(self, module: pl.LightningModule) -> None:
+    def _set_device_mesh(self, module: LightningModule) -> None:
         """Give the module the mesh that it may ask for in ``configure_model``."""
         whole = self._groups.mesh
         if whole is None:
@@ -216,10 +221,18 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
                 self._mesh = nodes.mesh_of(layout, self.root_device.type)
         return self._mesh
 
+    @property
+    def _group_of_values(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same part of the layers, if layers are divided. Values are reduced over them."""
+        mesh = self._groups.data_parallel
+        if mesh is None:
+            return None
+        return mesh.get_group()
+
     def _ordinary_tensors(self) -> AbstractContextManager[object]:
         """Leaves the user's inference mode: its tensors cannot be changed outside of it."""
         # A module that was made in inference mode has such tensors already, and needs that mode.
-        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors = parameters_and_buffers(self.model)
         return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
 
     def _set_up_in_place(self, model: nn.Module) -> nn.Module:
@@ -242,16 +255,13 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         return model
 
     def _give_first_values(self, model: nn.Module) -> None:
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+        if self._module.trainer.state.fn != TrainerFn.FITTING:
             return
         if fsdp_modules(model):
             # `configure_model` has sharded these, and each rank has kept a part of its own values.
-            send_values([*model.parameters(), *model.buffers()], self.root_device)
+            send_values(parameters_and_buffers(model), self.root_device)
             return
-        data_parallel = self._groups.data_parallel
-        group = None if data_parallel is None else data_parallel.get_group()
-        give_first_values(model, self.root_device, group)
+        give_first_values(model, self.root_device, self._group_of_values)
 
     def _shard(self, model: nn.Module, announce: bool) -> None:
         policy = self.kwargs.get("auto_wrap_policy")
@@ -294,7 +304,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             self.model.to(host)
         self._names = ParameterNames()
 
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+    def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         # Optimizers may have been made before the model was sharded, as in `__init__`.
         self._names.follow(self.model, self.optimizers)
@@ -305,7 +315,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self._has_place = False
 
     @torch.no_grad()
-    def _setup_averages(self, trainer: pl.Trainer) -> None:
+    def _setup_averages(self, trainer: Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
         # In the same way: every rank averages, swaps in and out its own shards.
         averages = [] if self.is_whole else _compat_lightning.averaged_models(trainer)
@@ -314,11 +324,11 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
                 "WeightAveraging callbacks put two models into a checkpoint, and a sharded one has room for one. Use "
                 'ODCStrategy(state_dict_type="full") with them.'
             )
-        values = [*self.model.parameters(), *self.model.buffers()]
+        values = parameters_and_buffers(self.model)
         for average in averages:
             self._shard(average, announce=False)
             materialize(average, self.root_device, offload=self.cpu_offload.offload_params)
-            for copy, value in zip([*average.parameters(), *average.buffers()], values, strict=True):
+            for copy, value in zip(parameters_and_buffers(average), values, strict=True):
                 copy.copy_(value)
 
     @property
@@ -361,20 +371,19 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def _full(self) -> bool:
         return self.state_dict_type == "full"
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
+    def lightning_module_state_dict(self) -> StateDict:
         if self.is_whole:
-            return self.lightning_module.state_dict()
+            return self._module.state_dict()
         with self._ordinary_tensors():
-            return checkpoints.model_state(self.lightning_module, self._full)
+            return checkpoints.model_state(self._module, self._full)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> StateDict:
         if self.is_whole:
             return Strategy.optimizer_state(self, optimizer)
         return checkpoints.optimizer_state(self.model, optimizer, self._full)
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None
+        self, checkpoint: StateDict, filepath: str | Path, storage_options: object = None
     ) -> None:
         if storage_options is not None and not self._full:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
@@ -402,48 +411,39 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     @property
     def _owners(self) -> list[Any]:
         """Who may have hyperparameters."""
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
-        return list(filter(None, (self.lightning_module, trainer.datamodule)))
+        trainer: Any = self._module.trainer
+        return list(filter(None, (self._module, trainer.datamodule)))
 
     @property
     def lightning_restore_optimizer(self) -> bool:
         return True
 
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> StateDict:
         """Read a full or a sharded checkpoint; the model's shards, and while training all of it, are loaded at once."""
-        assert self.lightning_module is not None
         if weights_only is None:
             weights_only = _compat_lightning.asked_weights_only(checkpoint_path)
         path = checkpoints.location(self.broadcast(checkpoint_path))
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = []
-        if fitting:
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
             optimizers = self._optimizers_with_state
-        strict = self.lightning_module.strict_loading
+        strict = self._module.strict_loading
         with self._ordinary_tensors():
-            rest = checkpoints.load(
-                path, self.lightning_module, optimizers, strict, weights_only, self.checkpoint_io
-            )
+            rest = checkpoints.load(path, self._module, optimizers, strict, weights_only, self.checkpoint_io)
             if self._is_training:  # else Lightning does it, when hooks and callbacks have seen it
                 self.load_model_state_dict(rest, strict)
                 self.load_optimizer_state_dict(rest)
             self._has_place = put_place_back(rest)
-            self._owes_schedulers = agree_with_loader(rest)
+            self._owes_schedulers = self._has_place and agree_with_loader(rest)
             self.publish_parameters()
         return rest
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
         if "state_dict" in checkpoint:  # shards are loaded already
             with self._ordinary_tensors():
-                checkpoints.load_model_state(self.lightning_module, checkpoint["state_dict"], strict)
+                checkpoints.load_model_state(self._module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
-        regroup(self.lightning_module.trainer, self.lightning_module)
+        regroup(self._module.trainer, self._module)
         for optimizer, saved in zip(
             self._optimizers_with_state, checkpoint["optimizer_states"], strict=False
         ):
@@ -454,17 +454,9 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         """The optimizers, without Lightning's stand-in if ``configure_optimizers`` made none."""
         return [optimizer for optimizer in self.optimizers if optimizer.param_groups]
 
-    def _with_its_place(self, loader: object) -> object:
-        """A training loader, into which Lightning loads no place of a balanced loader if it is none."""
-        assert self.lightning_module is not None
-        if self._has_place and not isinstance(loader, BalancedDataLoader):
-            _compat_lightning.forget_loader_states(self.lightning_module.trainer)
-        return loader
-
     def on_train_start(self) -> None:
         self._is_training = True
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         if isinstance(only(trainer.train_dataloader), BalancedDataLoader):
             _compat_lightning.load_loader_states(trainer)
         owners = self._owners
@@ -475,12 +467,11 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
                 f"Checkpoints will not hold the hyperparameters {left_out}, which cannot be pickled. Give them to "
                 f"`load_from_checkpoint`, and write `self.save_hyperparameters(ignore={left_out})`."
             )
-        loop = self.lightning_module.trainer.fit_loop
-        epochs: Any = loop.epoch_progress.current
+        epochs: Any = trainer.fit_loop.epoch_progress.current
         if epochs.ready == epochs.processed:
             # A new epoch begins. A loop that has restarted at the last batch of one takes it for the middle of that one
             # (Lightning 2.5.0 to 2.6.6) and would not count the new epoch as begun: nor would its checkpoints.
-            loop.reset_restart_stage()
+            trainer.fit_loop.reset_restart_stage()
 
     def on_train_end(self) -> None:
         self._is_training = False

@@ -109,7 +109,7 @@ import ctypes
 from types import SimpleNamespace
 from lightning_odc import _compat
 sleeps_with_the_lock = ctypes.PyDLL(None).sleep
-_compat._symmetric_memory = lambda: SimpleNamespace(rendezvous=lambda own, group: sleeps_with_the_lock(60))
+_compat._symmetric_memory = SimpleNamespace(rendezvous=lambda own, group: sleeps_with_the_lock(60))
 _compat.symmetric_rendezvous(None, None, 0.5)
 """
 
@@ -170,7 +170,7 @@ def test_windows_of_a_device_that_failed_are_not_freed(cuda, monkeypatch):
 def test_no_multicast_object_is_made(monkeypatch):
     seen: list[str | None] = []
     memory = SimpleNamespace(rendezvous=lambda own, group: seen.append(os.environ.get(MULTICAST)))
-    monkeypatch.setattr(_compat, "_symmetric_memory", lambda: memory)
+    monkeypatch.setattr(_compat, "_symmetric_memory", memory)
     _compat.symmetric_rendezvous(torch.zeros(1), "group", 60.0)
     assert MULTICAST not in os.environ
     monkeypatch.setenv(MULTICAST, "0")
