@@ -221,8 +221,9 @@ def factors(load: Load) -> list[tuple[str, dict[str, float]]]:
 
 
 def _split(load: Load, name: str, policy: str = "lb_mini") -> Any:
+    combination = f"on_demand+{policy}"
     for split in load(name)["splits"]:
-        if split["fast"] == f"on_demand+{policy}":
+        if split["fast"] == combination:
             return split
     raise KeyError(name)
 

@@ -73,9 +73,9 @@ class ReducingStrategy(ShardedStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - of Lightning
         """Whether all ranks decide so, or any: all of them, also where `reduce` is over groups."""
-        everybody = self._group_of_values and dist.group.WORLD
+        all_ranks = self._group_of_values and dist.group.WORLD
         count = torch.tensor(int(decision), device=self.root_device)
-        agreed = int(self.reduce(count, everybody, "sum"))
+        agreed = int(self.reduce(count, all_ranks, "sum"))
         if all:
             return agreed == self.world_size
         return agreed > 0
