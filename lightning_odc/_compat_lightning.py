@@ -158,13 +158,13 @@ def deals_out(trainer: Trainer) -> bool:
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
-def averaged_models(callbacks: list[Any]) -> list[nn.Module]:
+def averaged_models(trainer: Trainer) -> list[nn.Module]:
     """The averages that Lightning's ``WeightAveraging`` callbacks (lightning >= 2.6) hold while fitting."""
     # Why: the callback copies the whole model before the strategy shards it, and has no door to shard the copy.
     kind = getattr(lightning_callbacks, "WeightAveraging", None)
     if kind is None:
         return []
-    held = [callback._average_model for callback in callbacks if isinstance(callback, kind)]
+    held = [callback._average_model for callback in callbacks_of(trainer) if isinstance(callback, kind)]
     return [average.module for average in held if average is not None]
 
 

@@ -11,7 +11,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
@@ -27,9 +27,9 @@ from lightning_odc import _compat
 from lightning_odc.arguments import checked
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import refuse_optimizers
-from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine
-from lightning_odc.engine.comm import GatherComm, fsdp_modules
+from lightning_odc.engine.comm import GatherComm
+from lightning_odc.engine.units import fsdp_modules
 from lightning_odc.errors import ODCError, PeerFailedError, WindowError
 from lightning_odc.protocol.peers import FOLLOWED
 from lightning_odc.protocol.records import WeightKind, total_weight
@@ -37,11 +37,11 @@ from lightning_odc.protocol.roll_call import EqualCounts, blamed
 from lightning_odc.protocol.sample_group import SampleGroup
 from lightning_odc.protocol.transports import check_device
 from lightning_odc.protocol.waiting import HangReport
-from lightning_odc.run.attempt import Attempt, OnOutOfMemory, Retry
+from lightning_odc.run.attempt import OnOutOfMemory, Retry
+from lightning_odc.run.loop import Loop
 from lightning_odc.run.measurements import Measurements
-from lightning_odc.run.minibatch import Arrived, Door, Runner
+from lightning_odc.run.minibatch import Door, Runner
 from lightning_odc.run.wording import Wording
-from lightning_odc.samples.weighting import Rule
 from lightning_odc.sharding.engines import (
     DEFAULT_TIMEOUT,
     HANG_REPORT_AFTER,
@@ -54,8 +54,6 @@ from lightning_odc.sharding.engines import (
 from lightning_odc.sharding.fitting import is_sharded
 from lightning_odc.sharding.meshes import meshes_of, place_on
 from lightning_odc.sharding.stepping import by_lists, clip
-from lightning_odc.trial.decide import Verdict
-from lightning_odc.trial.run import BatchOf, try_loss
 
 #: Seconds until it is known which peer has broken a connection.
 _PATIENCE = 2.0
@@ -285,7 +283,12 @@ class Attached:
         with self.engine.backward(manual=True, more=more):
             yield
 
-    def run(self, minibatch: Minibatch, step: Callable[[Any], Any]) -> float | Tensor:
+    def run(
+        self,
+        minibatch: Minibatch,
+        step: Callable[[Any], Any],
+        backward: Callable[[Tensor], object] = Tensor.backward,
+    ) -> float | Tensor:
         """Run this rank's microbatches of an optimizer step, forward and backward; then `step` or `settle`.
 
         What runs out of memory runs again in parts. A rank that has finished runs microbatches of others, if the loader
@@ -296,11 +299,21 @@ class Attached:
             minibatch: What a `BalancedDataLoader` yields, or a `Minibatch` of your own.
             step: Returns the loss of a microbatch: its mean, which the weight of the microbatch multiplies; or
                 ``{"loss": summed_loss, "num_items": n}``.
+            backward: Runs the backward pass of a loss without a dimension.
 
         Returns:
             The sum of this rank's losses, each times its weight.
+
+        Raises:
+            TypeError: it is not a `Minibatch`.
         """
+        if not isinstance(minibatch, Minibatch):
+            raise TypeError(
+                f"`run` takes what a BalancedDataLoader yields, not a {type(minibatch).__name__}. Write "
+                "BalancedDataLoader(dataset, minibatch_size=8), or Minibatch([batch])."
+            )
         self._loop.step = step
+        self._loop.run_backward = backward
         runner = self._runner or self.run_through(self._loop)
         runner.begin_batch()
         runner.minibatch(minibatch)
@@ -331,7 +344,7 @@ class Attached:
                 "A part of the model was sharded or replaced after `attach(model)`. Call `close()` before it. Then "
                 "make the optimizer of the new parameters, and call `attach(model)` again."
             )
-        if self.engine.has_run_outside():
+        if self.engine.ran_outside:
             raise ODCError(
                 "A backward pass ran without its weight. Write\n"
                 "    with odc.backward(weight=n):  # the loss is a sum over n items; or without a weight\n"
@@ -439,27 +452,6 @@ class Attached:
                     self.sample_group.close()
         finally:
             self.engine.close()
-
-
-class Loop(Door):
-    """A loop of the user's own, of which a step is a function."""
-
-    step: Callable[[Any], Any]
-
-    def __init__(self, engine: Engine, model: nn.Module) -> None:
-        self._engine = engine
-        self._model = model
-
-    def call(self, batch: Any, arrived: Arrived) -> object:
-        return arrived(self.step(batch))
-
-    def backward(self, loss: Tensor, attempt: Attempt) -> None:
-        with self._engine.backward(manual=True, more=True, counts=not attempt.weight.is_weightless):
-            loss.backward()
-
-    def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
-        device = next(self._model.parameters()).device
-        return try_loss(self.step, batch_of, tokens, self._model.modules(), device, rule=rule)
 
 
 #: Seconds in which threads of gloo end what is under way.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from lightning.fabric import Fabric
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
@@ -17,8 +18,10 @@ from torch.optim import Optimizer
 
 from lightning_odc.arguments import Count, checked
 from lightning_odc.attached import WORDING
+from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.values import give_first_values
+from lightning_odc.run.attempt import OnOutOfMemory
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT, FloatDtype, MemorySize, Timeout
 from lightning_odc.sharding.nodes import check_shards
@@ -39,7 +42,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
     A minibatch ends at ``optimizer.step()``, which every rank calls equally often. Between two of them a rank may run
     any number of microbatches, even zero. Their gradient is the mean over ranks of the sum over a rank's ``backward``
     calls; or, with ``fabric.backward(loss, num_items=n)`` for losses that are sums over ``n`` items (samples, tokens),
-    the mean over the items of all ranks.
+    the mean over the items of all ranks. `run` runs what a `BalancedDataLoader` yields.
 
     Args:
         communication: ``"auto"`` communicates on demand where that can run and has proven itself, otherwise by
@@ -51,6 +54,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         deterministic: Sum gradients in rank order, so that runs are bit-equal.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         keep_gathered: The same as in [`ODCStrategy`][lightning_odc.ODCStrategy].
+        on_out_of_memory: What `run` does when a microbatch does not fit into memory, as in `ODCStrategy`.
         state_dict_type: ``fabric.save`` writes a ``"full"`` file or a ``"sharded"`` directory.
         tensor_parallel_size: The ranks that compute one sample together. Divide the layers of the model before
             ``fabric.setup``, with ``fabric.strategy.device_mesh["tensor_parallel"]``.
@@ -72,6 +76,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         deterministic: bool = False,
         accumulator_dtype: FloatDtype | None = None,
         keep_gathered: MemorySize = "auto",
+        on_out_of_memory: OnOutOfMemory = "split",
         state_dict_type: Literal["full", "sharded"] = "full",
         tensor_parallel_size: Count = 1,
         process_group_backend: options.Backend | None = None,
@@ -82,6 +87,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             deterministic=deterministic,
             accumulator_dtype=accumulator_dtype,
             keep_gathered=keep_gathered,
+            on_out_of_memory=on_out_of_memory,
             tensor_parallel_size=tensor_parallel_size,
         )
         of_shards = []
@@ -102,6 +108,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         self._accumulation = _Accumulation()
         self._backward_sync_control: Any = self._accumulation  # its annotation is a private class
         self.model: nn.Module | None = None
+        self._runs = False  # microbatches, by `run`
         self._names = ParameterNames()
         self._on_teardown = ExitStack()
 
@@ -203,8 +210,35 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             num_items: The number of items that the loss is a sum over.
             **kwargs: The same as in Fabric.
         """
-        with self.attached.backward(num_items, more=self._accumulation.goes_on):
+        around: AbstractContextManager[None] = nullcontext()  # `run` has its own
+        if not self._runs:
+            around = self.attached.backward(num_items, more=self._accumulation.goes_on)
+        with around:
             super().backward(tensor, module, *args, **kwargs)
+
+    def run(self, fabric: Fabric, minibatch: Minibatch, step: Callable[[Any], Any]) -> float | Tensor:
+        """Run this rank's microbatches of an optimizer step, forward and backward; then call ``optimizer.step()``.
+
+        What runs out of memory runs again in parts, and all else is as in [`Attached.run`][lightning_odc.Attached].
+
+        Args:
+            fabric: Its ``backward`` runs the backward passes.
+            minibatch: What a `BalancedDataLoader` yields, or a `Minibatch` of your own.
+            step: Gets a microbatch on the device. It returns the mean loss, which the weight of the microbatch
+                multiplies; or ``{"loss": summed_loss, "num_items": n}``.
+
+        Returns:
+            The sum of this rank's losses, each times its weight.
+        """
+
+        def on_device(microbatch: Any) -> Any:
+            return step(fabric.to_device(microbatch))
+
+        self._runs = True
+        try:
+            return self.attached.run(minibatch, on_device, fabric.backward)
+        finally:
+            self._runs = False
 
     def settle_gradients(self) -> None:
         """Complete the gradients in ``.grad``, all ranks together. Clipping and the optimizer step do it themselves."""

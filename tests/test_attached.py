@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
-from lightning_odc import attach
+from lightning_odc import Minibatch, attach
 from lightning_odc.errors import ODCError, StaleShardError, WindowError
 from lightning_odc.pretrained import save_pretrained
 from tests.docs.blocks import ROOT, fragments
@@ -40,7 +40,8 @@ from tests.strategy.test_models import CausalLM, causal_lm
 from tests.support import fits
 from tests.support.fits import are_equal, assert_same, doing
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
-from tests.support.modules import TokenModule, loader, trainer
+from tests.support.modules import TokenModule, loader, trainer, warned
+from tests.support.out_of_memory import TEXT, needs_reset
 from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
 
 LENGTHS = [[5, 9, 4, 7, 12], [8, 3, 15, 6, 2], [30, 2, 2, 3, 9]]
@@ -420,9 +421,47 @@ def test_what_cannot_be_attached_is_refused_with_the_line_to_write(rank):
                 attach(model)
         with pytest.raises(ValueError, match="LBFGS"):
             odc.step(torch.optim.LBFGS(attached.parameters()))
+        with pytest.raises(TypeError, match=r"not a list. Write .*Minibatch\(\[batch\]\)"):
+            odc.run(token_batches([5]), attached)
         summed_loss(attached, token_batches([5])[0]).backward()
         with pytest.raises(ODCError, match=r"with odc\.backward\(weight=n\)"):
             odc.settle()
+
+
+class Rows(nn.Module):
+    """Runs out of memory with more rows than fit."""
+
+    def __init__(self, fits: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 1)
+        self._fits = fits
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and len(rows) > self._fits:  # trials run forward alone
+            raise torch.OutOfMemoryError(TEXT)
+        return self.head(self.blocks[0](rows).tanh()).square().mean()
+
+
+@needs_reset
+@on_ranks(2)
+def test_what_runs_again_in_parts_loses_nothing_of_a_loop_that_synchronizes_late(rank):
+    init_gloo(rank)
+    generator = torch.Generator().manual_seed(rank)
+    batches = [torch.randn(4, 8, generator=generator) for _ in range(3)]
+    parameters = []
+    for rows in (4, 4 - 2 * rank):
+        model = sharded(Rows(rows))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with attach(model) as odc, warned() as said:
+            for part in (batches[:2], batches[2:]):
+                model.set_requires_gradient_sync(len(part) == 1)
+                odc.run(Minibatch(part, weights=[4] * len(part)), model)
+            odc.step(optimizer)
+        parameters.append(full_parameters(model))
+    assert len(said) == rank
+    assert_same(*parameters)
 
 
 def write(own: Any, directory: Path) -> None:

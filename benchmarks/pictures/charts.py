@@ -41,9 +41,9 @@ def speed_ups(load: Load) -> list[Group]:
         ("regression on ragged series", regression),
         ("control: all texts equally long", equal),
     ]
-    shuffled = _demo(load, "demo-shuffled")["speedup"]
-    in_order = _demo(load, "demo-sorted")["speedup"]
-    control = _demo(load, "demo-equal")["speedup"]
+    shuffled = _bench(load, "demo-shuffled", "auto")
+    in_order = _bench(load, "demo-sorted", "auto")
+    control = _bench(load, "demo-equal", "auto")
     demo = [
         ("samples in a shuffling loader's order", shuffled),
         ("each rank's samples sorted by length", in_order),
@@ -62,10 +62,6 @@ def speed_ups(load: Load) -> list[Group]:
         Group("2 CPU ranks: the demo, same samples in every step", demo),
         Group("2 CPU ranks: against the best plan for collectives", best_plan),
     ]
-
-
-def _demo(load: Load, name: str) -> Any:
-    return load(name)["gain"]
 
 
 def paired(rows: Sequence[dict[str, Any]]) -> Interval:
@@ -160,14 +156,10 @@ def idle_shares(load: Load) -> list[Group]:
         row_after = _row(load, name, after)
         return row_before["idle"], row_after["idle"]
 
-    def demo(name: str) -> Interval:
-        runs = load(name)["runs"]
-        return runs["collective"]["idle_share"], runs["balanced"]["idle_share"]
-
     best = "collective+lb_micro"
     emulated = bench("bench-emulated", f"{best}_paper", "on_demand+lb_mini")
-    shuffled = demo("demo-shuffled")
-    in_order = demo("demo-sorted")
+    shuffled = bench("demo-shuffled", "collective+shuffled", "on_demand+auto")
+    in_order = bench("demo-sorted", "collective+local_sort", "on_demand+auto")
     stealing = bench("policies", best, "on_demand+steal")
     slow_rank = bench("policies-slow", best, "on_demand+steal")
     one_sample = bench("bench-minibatch1", "collective+local_sort", "on_demand+lb_mini")
@@ -216,8 +208,8 @@ def factors(load: Load) -> list[tuple[str, dict[str, float]]]:
     """The causes of the speed-ups that were split: factors by cause."""
     splits = {
         "8 emulated devices, LongAlign-like lengths": _split(load, "bench-emulated"),
-        "2 CPU ranks, in a shuffling loader's order": _demo(load, "demo-shuffled"),
-        "2 CPU ranks, sorted by length": _demo(load, "demo-sorted"),
+        "2 CPU ranks, in a shuffling loader's order": _split(load, "demo-shuffled", "auto"),
+        "2 CPU ranks, sorted by length": _split(load, "demo-sorted", "auto"),
         "2 CPU ranks, against the best plan for collectives": _split(load, "bench-train"),
     }
     found = []
@@ -228,9 +220,10 @@ def factors(load: Load) -> list[tuple[str, dict[str, float]]]:
     return found
 
 
-def _split(load: Load, name: str) -> Any:
+def _split(load: Load, name: str, policy: str = "lb_mini") -> Any:
+    combination = f"on_demand+{policy}"
     for split in load(name)["splits"]:
-        if split["fast"] == "on_demand+lb_mini":
+        if split["fast"] == combination:
             return split
     raise KeyError(name)
 

@@ -25,7 +25,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, lower_bound
+from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, for_each_rank, lower_bound
 from lightning_odc.balance.search import improve, longest_first
 
 _ATTEMPTS = 64
@@ -80,7 +80,7 @@ def _groupings(work: Microbatches) -> Iterator[Groups]:
         if len(work) <= work.most_lined_up:
             level = [list(run) for run in short]
             rest = range(sum(map(len, short)), len(work))
-            loads = [work.alone(rank, run) for rank, run in enumerate(short)]
+            loads = for_each_rank(work.alone, short)
             longest_first(work.costs, rest, level, loads, limits)
             yield _levelled(work, level)
             if is_few:
@@ -105,7 +105,7 @@ def _short_runs(work: Microbatches, is_few: bool) -> Iterator[Groups]:
 def _dealt(work: Microbatches, short: Groups) -> Groups:
     """One of each ``num_ranks`` neighbours by cost for every rank: the costliest for the fastest, least loaded one."""
     groups = [list(run) for run in short]
-    loads = [work.alone(rank, run) for rank, run in enumerate(short)]
+    loads = for_each_rank(work.alone, short)
     slowness = work.by_rank(work.costs.sum(1))
     sums = work.costs.sum(0).tolist()
     rest = sorted(range(sum(map(len, short)), len(work)), key=work.bulk.__getitem__)
@@ -129,7 +129,7 @@ def _levelled(work: Microbatches, groups: Groups) -> Groups:
 
 def _counts(work: Microbatches, groups: Groups) -> list[int]:
     """Numbers of microbatches that are worth trying."""
-    likely = max([work.likely(rank, group) for rank, group in enumerate(groups)])
+    likely = max(for_each_rank(work.likely, groups))
     most = min(map(len, groups))
     counts = [likely + step for step in work.near]
     return [count for count in dict.fromkeys([*counts, most]) if 0 < count <= most]

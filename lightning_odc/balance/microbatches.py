@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_odc.balance.arrays import Floats, Ints, Plan
+from lightning_odc.balance.arrays import Ints, Plan
 from lightning_odc.balance.costs import MinibatchCosts
 
 Samples = list[int]
@@ -36,6 +36,11 @@ Load = Callable[[int, Samples], int]
 """What samples, or pieces, cost a rank."""
 
 
+def for_each_rank(load: Load, groups: Groups) -> list[int]:
+    """What the group of each rank costs it; or another number."""
+    return [load(rank, group) for rank, group in enumerate(groups)]
+
+
 def additive(costs_of: list[list[int]]) -> Load:
     """A load that is the sum of costs, which are listed by rank."""
 
@@ -52,7 +57,6 @@ class Microbatches(ABC):
     # Arrays have one row for all ranks if those are equal, else one row per rank.
     parts: Ints  # [1 or num_ranks, n] that each sample adds to a load, as far as it can be said alone
     smallest: Ints  # [1 or num_ranks, n] that each sample costs at least, without overhead
-    fills: Floats  # [n] the part of a microbatch that each sample takes at least
     bulk: Sequence[int]  # of each sample; those of like bulk are dealt out to different ranks
     most_lined_up: int  # samples up to which `along` is fast enough
     near: Sequence[int] = (-2, -1, 0, 1)  # microbatches more than a rank likely has, that are worth trying
@@ -63,6 +67,7 @@ class Microbatches(ABC):
         self.cap = cap
         self.sizes = rows[order]  # [n] tokens of each row
         self.tokens: list[int] = self.sizes.tolist()
+        self.fills = self.sizes / cap  # [n] the part of a microbatch that each sample takes at least
         self.order: list[int] = order.tolist()  # the caller's indices
         self.scale = costs.scale
         self.costs = costs.samples[:, order]  # [1 or num_ranks, n] of each sample alone, without overhead

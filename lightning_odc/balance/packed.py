@@ -36,7 +36,6 @@ class Packed(Microbatches):
         shares = np.where(self.sizes < full, overhead_shares + pair_shares, overhead)
         self.parts = self.costs + np.rint(shares).astype(np.int64)
         self.smallest = self.costs
-        self.fills = self.sizes / cap
         self._pair_of = self.by_rank(costs.pair)
         self._fills_of = self.by_rank(np.minimum(self.sizes / full, 1.0))
 

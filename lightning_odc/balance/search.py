@@ -36,7 +36,7 @@ from operator import itemgetter
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints
-from lightning_odc.balance.microbatches import Groups, Load, Microbatches, Samples, additive
+from lightning_odc.balance.microbatches import Groups, Load, Microbatches, Samples, additive, for_each_rank
 
 TOLERANCE = 1e-4
 """The search ends where the largest load is this close to the lower bound, relative to it."""
@@ -64,7 +64,7 @@ def share_out(work: Microbatches) -> Groups:
         for index in range(min(count, _MOST_STARTS)):
             groups: Groups = [[] for _ in range(work.num_ranks)]
             longest_first(shaken(costs, index), range(len(pieces)), groups, [0] * work.num_ranks)
-            largest = max([load(rank, group) for rank, group in enumerate(groups)])
+            largest = max(for_each_rank(load, groups))
             starts.append((largest, (pieces, costs, load, groups)))
     starts.sort(key=itemgetter(0))
     options = []
@@ -147,7 +147,7 @@ def improve(
         >>> groups
         [[2, 3], [1], [0]]
     """
-    loads = [load(rank, group) for rank, group in enumerate(groups)]
+    loads = for_each_rank(load, groups)
     partner = 0
     for _ in range(attempts):
         rising = sorted(range(len(groups)), key=loads.__getitem__)

@@ -46,7 +46,6 @@ class Tables(Microbatches):
         self.smallest = np.minimum.accumulate(self.costs[:, ::-1], axis=1)[:, ::-1]
         self._padded_of = self.by_rank(self._padded)
         self._heights: list[int] = (cap // self.sizes).tolist()
-        self.fills = self.sizes / cap
         # All samples cut together, which no plan undercuts, and the part of each sample in that.
         everything = range(len(self))
         firsts = self._firsts(everything)

@@ -51,7 +51,7 @@ def balanced_from(
     elif seed is None and dataloader.generator is not None:
         seed = dataloader.generator.initial_seed()
     workers: Any = {name: getattr(dataloader, name) for name in WorkerOptions.__annotations__}
-    return BalancedDataLoader.of_batches(
+    balanced = BalancedDataLoader.of_batches(
         dataloader.dataset,
         batch_size=size,
         batches=batches,
@@ -62,6 +62,11 @@ def balanced_from(
         **workers,
         **options,
     )
+    # Hooks read them, as in `self.trainer.train_dataloader.batch_size`.
+    vars(balanced).update(
+        workers, batch_size=size, drop_last=batches_of.drop_last, collate_fn=dataloader.collate_fn
+    )
+    return balanced
 
 
 def _plain(dataloader: DataLoader[Any]) -> str:

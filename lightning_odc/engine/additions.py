@@ -60,7 +60,7 @@ class Additions:
     """The additions of one backward pass after the other."""
 
     def __init__(self, units: Sequence[Unit], ran: Callable[[], Sequence[int]]) -> None:
-        self._names = [unit.name for unit in units]
+        self._units = units
         self._unit_of = {slot: unit.index for unit in units for slot in unit.slots}
         self.running = OF_THE_USER
         self._ran = ran  # returns the numbers of the units in the order in which they ran forward
@@ -91,9 +91,9 @@ class Additions:
             there = before.calls[unit]
             if here not in (0, there):
                 raise ODCError(
-                    f"Unit {self._names[unit]!r} ran {there} times for a microbatch that did not fit into memory, and "
-                    f"{here} times for a part of it. Its gradient was added for the whole, and nothing tells what is "
-                    'missing. Write ODCStrategy(on_out_of_memory="raise"), or run the unit equally often for every '
+                    f"Unit {self._units[unit].name!r} ran {there} times for a microbatch that did not fit into memory, "
+                    f"and {here} times for a part of it. Its gradient was added for the whole, and nothing tells what "
+                    'is missing. Write ODCStrategy(on_out_of_memory="raise"), or run the unit equally often for every '
                     "microbatch."
                 )
         self.running = running

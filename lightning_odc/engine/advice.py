@@ -90,15 +90,18 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def refuse_all_reduce_hooks(units: Sequence[Unit]) -> None:
-    """Refuse hooks of ``fully_shard`` that would see zeros on demand."""
+def refuse_hooks(units: Sequence[Unit]) -> None:
+    """Refuse hooks of ``fully_shard`` that would see zeros on demand, and those that nothing would call."""
     for unit in units:
-        if _compat.has_all_reduce_hook(unit.modules[0]):
+        if _compat.has_all_reduce_hook(unit.module):
             raise ValueError(
                 f"`set_all_reduce_hook` was called on {unit.name!r}, but on demand no gradient passes there: ranks "
                 "add gradients to their owners, which have the sums at the optimizer step. Change gradients in "
                 '`on_before_optimizer_step`, or use ODCStrategy(communication="collective").'
             )
+        for slot in unit.slots:
+            if len(_compat.tensor_hooks_of(slot.sharded_param)) > slot.has_hook:  # one is the engine's own
+                raise lost_hook(slot.name)
 
 
 def lost_hook(name: str) -> ValueError:

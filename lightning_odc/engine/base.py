@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import _compat
 from lightning_odc.engine.additions import Added
-from lightning_odc.engine.comm import RootUnit, reset_units, set_comms
+from lightning_odc.engine.comm import RootUnit, forget_pass, reset_units, set_comms
 from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.engine.unit_calls import UnitCalls
-from lightning_odc.engine.units import Unit, find_units
+from lightning_odc.engine.units import NamedTensors, Unit, find_units
 from lightning_odc.engine.whole_gradients import Scalars
 from lightning_odc.protocol.peers import Signals
 from lightning_odc.protocol.records import Ledger, SettleRecord
+from lightning_odc.protocol.sample_group import Claims
+from lightning_odc.protocol.stealing import Costs
 from lightning_odc.protocol.tracing import Traced
 from lightning_odc.protocol.unit_window import Traffic
 
@@ -30,6 +32,7 @@ class Engine(Traced, ABC):
 
     # Whether gradients of backward passes outside of `backward` are dropped: Lightning empties them before its own.
     drops_outside = False
+    world_size: int  # ranks that train the model together; over windows it is known from `attach` on
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +42,8 @@ class Engine(Traced, ABC):
         self.weight_unit = 1.0  # by which weighted losses were divided before their backward pass
         self.settled = False  # gradients are complete in ``.grad``; what comes next is the optimizer step
         self.backward_done = False  # the backward pass of a microbatch has ended, and what calls it has not
-        self._ran_outside = False
-        self._runs_minibatch = False  # passes of this optimizer step are not the user's
+        self.ran_outside = False  # a backward pass has run outside of `backward` in this optimizer step
+        self._takes_gradients = False  # passes of this optimizer step are not the user's
         self._units: list[Unit] = []
         self._late_hooks = LateHooks()
         self._scalars = Scalars()
@@ -49,10 +52,6 @@ class Engine(Traced, ABC):
         self._batches = 0
         self._closes_window = True
         self.settling = 0.0  # seconds of own work while settling and publishing, since the start
-
-    @property
-    @abstractmethod
-    def world_size(self) -> int: ...
 
     @abstractmethod
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
@@ -67,10 +66,8 @@ class Engine(Traced, ABC):
         """Find the units of a model, and put on it the hooks that every engine needs."""
         self._model = model
         self._units = find_units(model)
-        self._root = RootUnit(self._units, model)
-        self._on_close.callback(self._root.release)
-        self._calls = UnitCalls(self._units, model)
-        self._on_close.callback(self._calls.release)
+        self._root = RootUnit(self._units, model, self._on_close)
+        self._calls = UnitCalls(self._units, model, self._on_close)
         self._on_close.callback(self._scalars.close)
 
     def begin_batch(
@@ -112,19 +109,26 @@ class Engine(Traced, ABC):
             microbatches: How many this rank is to run.
             plan: The fingerprint of the plan of all ranks; ``None`` if there is none.
         """
-        self.ledger.begin_minibatch(plan)
-        self._runs_minibatch = True
+        self.ledger.is_weighted = True
+        if plan is not None:
+            self.ledger.plans.append(plan)
+        self.take_gradients()
+
+    def take_gradients(self) -> None:
+        """Passes of this optimizer step are not the user's: their gradients do not stay in ``.grad``, or whole."""
+        self._takes_gradients = True
+        # Else a pass that breaks off would drop those of the passes before it.
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(True)
 
     def _apart(self, manual: bool) -> bool:
         """See Note [Apart or in place]."""
-        return self._runs_minibatch or not manual
+        return self._takes_gradients or not manual
 
     def begin_microbatch(self, index: int) -> None:
         """Record the microbatch, for reports."""
 
-    def claims(
-        self, place: int, costs: Sequence[Sequence[float]], *, trains: bool = False
-    ) -> Iterator[tuple[int, int]]:
+    def claims(self, place: int, costs: Costs, *, trains: bool = False) -> Claims:
         """Place and number of the items for this rank to do: here its own, in order.
 
         All ranks together. No item comes up on two ranks. A place is a rank, or a group of ranks that compute one
@@ -148,10 +152,6 @@ class Engine(Traced, ABC):
             counts: If not, zeros are added instead of gradients, even for a NaN.
         """
 
-    def has_run_outside(self) -> bool:
-        """Whether a backward pass has run outside of `backward` in this optimizer step."""
-        return self._ran_outside
-
     def begin_forward(self) -> None:
         """The forward pass of a microbatch begins."""
         self.backward_done = False
@@ -167,13 +167,15 @@ class Engine(Traced, ABC):
             )
         return ""
 
-    @abstractmethod
     def undo(self) -> Added | None:
         """Free all of a microbatch that broke off.
 
         Returns:
-            What it has added, which stays: see Note [Added once]. ``None`` if it broke off before its backward pass.
+            What it has added, which stays: see Note [Added once]. ``None`` if it broke off before its backward pass, or
+            `backward` has put back what was there before.
         """
+        forget_pass(self._model, self._units)
+        return None
 
     def retry(self, added: Added) -> None:
         """The next backward pass is that of a part of a microbatch that broke off.
@@ -241,16 +243,13 @@ class Engine(Traced, ABC):
         """Which peer has failed or died, and why; empty if none has, or it is not known."""
         return ""
 
-    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+    @abstractmethod
+    def parameters(self, module: nn.Module | None = None) -> NamedTensors:
         """Name and whole tensor of every parameter of the model, or of a part of it, in the dtype that it computes in.
 
         One rank alone may call it, between two optimizer steps, in the thread that trains. It reads unit by unit and
         holds one unit at a time. The tensors are the caller's. Shared parameters come once, under their first name.
         """
-        raise ValueError(
-            'communication="collective" reads parameters on all ranks together. To stream them to one '
-            'rank, use communication="on_demand"; or, on all ranks, torch\'s `get_model_state_dict`.'
-        )
 
     def _names_in(self, module: nn.Module | None) -> dict[nn.Parameter, str]:
         """The names of the parameters of the model, or of a part of it, in that part."""
@@ -278,17 +277,19 @@ class Engine(Traced, ABC):
 
     def _take_ledger(self) -> Ledger:
         ledger, self.ledger = self.ledger, Ledger()
-        self._ran_outside = False
-        self._runs_minibatch = False
+        self.ran_outside = False
+        self._takes_gradients = False
         self._batches = 0
         return ledger
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _timed(self, kind: str) -> Iterator[None]:
+        """A span of settling or publishing."""
         begin = time.monotonic()
         idle_before = sum(self.waits.values())
         try:
-            yield
+            with self.traced(kind):
+                yield
         finally:
             idle = sum(self.waits.values()) - idle_before
             self.settling += time.monotonic() - begin - idle

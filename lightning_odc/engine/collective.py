@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,21 +16,38 @@ from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import (
     StockComm,
-    forget_pass,
     reset_units,
     set_comms,
 )
+from lightning_odc.engine.units import NamedTensors
 from lightning_odc.engine.whole_gradients import WholeGradients
+from lightning_odc.protocol.flat_sums import Gradients
 from lightning_odc.protocol.records import SettleRecord, check_records, total_weight
 from lightning_odc.protocol.transports.base import Rendezvous
 
 
-class CollectiveEngine(Engine):
+class ByCollectives(Engine):
+    """What engines have in common whose ranks meet in collectives, or are alone."""
+
+    _rendezvous: Rendezvous  # of all ranks
+
+    def exchange(self, kind: str, item: Any) -> list[Any]:
+        with self.traced("exchange"):
+            return self._rendezvous(item)
+
+    def _records(self, own: SettleRecord) -> list[SettleRecord]:
+        """The records of all ranks. All ranks together, at the end of an optimizer step."""
+        heard = self.exchange("optimizer step", [own, sorted(self.signals.raised)])
+        self.signals.agreed.update(*(signals for _, signals in heard))
+        return [SettleRecord(*fields) for fields, _ in heard]
+
+
+class CollectiveEngine(ByCollectives):
     """Stock all-gathers and reduce-scatters under the engine interface."""
 
     def __init__(self, world_size: int, rendezvous: Rendezvous) -> None:
         super().__init__()
-        self._world_size = world_size
+        self.world_size = world_size
         self._rendezvous = rendezvous
         self._sums: dict[nn.Parameter, Tensor] = {}
         # Shards are parameters like others, of which gradients arrive summed over ranks.
@@ -38,10 +55,6 @@ class CollectiveEngine(Engine):
         self._reduce_scatter = StockComm(_compat.reduce_scatter, partial(self.traced, "reduce_scatter"))
         self._is_retry = False  # the next backward pass is of a part of a microbatch
         self._in_place = False  # a backward pass adds to gradients of earlier batches
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         reset_units(model)
@@ -52,12 +65,15 @@ class CollectiveEngine(Engine):
         for unit in self._units:
             set_comms(unit.modules, gather, self._reduce_scatter)
 
-    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
-        if self._world_size > 1:
-            super().parameters(module)
+    def parameters(self, module: nn.Module | None = None) -> NamedTensors:
+        if self.world_size > 1:
+            raise ValueError(
+                'communication="collective" reads parameters on all ranks together. To stream them to one '
+                'rank, use communication="on_demand"; or, on all ranks, torch\'s `get_model_state_dict`.'
+            )
         dtypes = {}
         for unit in self._units:
-            dtype = _compat.precision_of(unit.modules[0]).param_dtype
+            dtype = _compat.precision_of(unit.module).param_dtype
             dtypes.update({slot.registered_param: dtype for slot in unit.slots})
         for parameter, name in self._names_in(module).items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -91,7 +107,7 @@ class CollectiveEngine(Engine):
         self._is_retry = False
         self._reduce_scatter.sends_zeros = not counts
         self._in_place = not apart and any(shard.grad is not None for shard in self._whole.parameters)
-        counts_here = counts or self._world_size > 1  # else fully_shard may reduce nothing
+        counts_here = counts or self.world_size > 1  # else fully_shard may reduce nothing
         with self._whole.backward(apart, counts_here), self._scalars.backward(self._apart(manual), counts):
             yield
         self._in_place = False
@@ -99,7 +115,7 @@ class CollectiveEngine(Engine):
         self._root.check_reduced()
 
     @torch.no_grad()
-    def _add(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    def _add(self, gradients: Gradients) -> None:
         for parameter, new in gradients.items():
             if parameter in self._sums:
                 self._sums[parameter].add_(new)
@@ -107,7 +123,7 @@ class CollectiveEngine(Engine):
                 self._sums[parameter] = new
 
     def why_no_retry(self) -> str:
-        if self._world_size > 1:
+        if self.world_size > 1:
             return (
                 'communication="collective" makes the other ranks wait for this microbatch as it was planned'
             )
@@ -115,32 +131,24 @@ class CollectiveEngine(Engine):
             return "the gradients of earlier batches are in `.grad`, and a part of this one was added to them"
         return super().why_no_retry()
 
-    def undo(self) -> Added | None:
-        """Nothing that was added stays: `backward` has put back what was there before."""
-        units = [unit for unit in self._units if unit.is_gathered]
-        forget_pass(self._model, [slot.registered_param for unit in units for slot in unit.slots])
-        return None
-
     def retry(self, added: Added) -> None:
         self._is_retry = True
 
     @torch.no_grad()
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
-        self._whole.check_outside()
-        with self._timed(), self.traced("settle"):
+        self._whole.hooks.check_outside()
+        with self._timed("settle"):
             ledger = self._take_ledger()
             scalars = self._scalars.take(ledger.is_weighted, not self.drops_outside)
             record = ledger.record(logs=logs, measured=measured, scalars=scalars)
             self.settled = True
-            records = [record] * self._world_size
+            records = [record] * self.world_size
             scale = 1.0
             if ledger.is_weighted:
-                heard = self.exchange("optimizer step", [record, sorted(self.signals.raised)])
-                self.signals.agreed.update(*(signals for _, signals in heard))
-                records = [SettleRecord(*fields) for fields, _ in heard]
+                records = self._records(record)
                 # fully_shard has divided by the world size already.
                 check_records(records)
-                scale = self._world_size / total_weight(records, self.weight_unit)
+                scale = self.world_size / total_weight(records, self.weight_unit)
                 by_rank = [record.scalars for record in records]
             elif self._scalars.parameters:
                 by_rank = self.exchange("gradients of scalars", scalars)
@@ -148,7 +156,7 @@ class CollectiveEngine(Engine):
                 by_rank = []
             self._whole.give({parameter: total.mul_(scale) for parameter, total in self._sums.items()})
             self._sums.clear()
-            self._scalars.give(by_rank, scale / self._world_size)
+            self._scalars.give(by_rank, scale / self.world_size)
         return records
 
     def publish(self) -> None:
@@ -163,10 +171,6 @@ class CollectiveEngine(Engine):
     def reshard(self) -> None:
         reset_units(self._model)
         self._root.shard()  # after a forward pass that broke off, too
-
-    def exchange(self, kind: str, item: Any) -> list[Any]:
-        with self.traced("exchange"):
-            return self._rendezvous(item)
 
     def close(self) -> None:
         self._whole.release()

@@ -19,18 +19,19 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
-from lightning_odc.engine.units import ParamSlot, Unit, class_names
+from lightning_odc.engine.units import ParamSlot, Unit, class_names, fsdp_modules
 from lightning_odc.errors import ODCError
+from lightning_odc.protocol.transports.base import SumDtype
 
 
 class _Allocating:
@@ -84,28 +85,19 @@ class AccumulateComm(_Allocating):
         output_tensor.zero_()  # the real gradient reaches ``.grad`` when the engine settles
 
 
+@dataclass(eq=False)
 class StockComm(_Allocating):
     """A collective that ``fully_shard`` calls by itself, each call under a context (a tracer's span)."""
 
-    def __init__(
-        self,
-        collective: Callable[..., Any],
-        context: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.sends_zeros = False  # whether this rank's gradients are left out, whatever they are
-        self._collective = collective
-        self._context = context
+    collective: Callable[..., Any]
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    sends_zeros: bool = False  # whether this rank's gradients are left out, whatever they are
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
         if self.sends_zeros:
             input_tensor.zero_()
-        with self._context():
-            return self._collective(output_tensor, input_tensor, **options)
-
-
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules on which ``fully_shard`` was called."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+        with self.context():
+            return self.collective(output_tensor, input_tensor, **options)
 
 
 def reset_units(model: nn.Module, failed: bool = False) -> None:
@@ -118,11 +110,16 @@ def reset_units(model: nn.Module, failed: bool = False) -> None:
         module.reshard()
 
 
-def forget_pass(model: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """Forget a pass that broke off, and give memory back to the device. Needs torch 2.13, and whole parameters."""
-    # `reset_iter_state` frees them, but the next pass would add to their ``.grad``.
-    for parameter in parameters:
-        parameter.grad = None
+def forget_pass(model: nn.Module, units: Iterable[Unit]) -> None:
+    """Forget a pass that broke off, and give memory back to the device. Units need torch 2.13."""
+    # `reset_iter_state` frees whole parameters, but the next pass would add to their ``.grad``.
+    for unit in units:
+        whole = [*unit.reduced_now.values()]
+        if unit.is_gathered:
+            whole += [slot.registered_param for slot in unit.slots]
+        for parameter in whole:
+            parameter.grad = None
+        unit.reduced_now.clear()
     reset_units(model, failed=True)
     with torch.enable_grad():
         # A backward pass that broke off leaves what it had not come to in the queue of this thread, with graph and
@@ -133,10 +130,9 @@ def forget_pass(model: nn.Module, parameters: Iterable[Tensor]) -> None:
         torch.cuda.empty_cache()
 
 
-def ran_forward(model: nn.Module, units: Mapping[int, int]) -> list[int]:
-    """Numbers of the units in the order in which they last ran. ``units``: by the `id` of ``fully_shard``'s group."""
-    groups = _compat.forward_order(cast(FSDPModule, model))
-    return [units.get(id(group), -1) for group in groups]
+def ran_forward(model: nn.Module, units: Mapping[Any, int]) -> list[int]:
+    """Numbers of the units in the order in which they last ran. ``units``: by ``fully_shard``'s group."""
+    return [units.get(group, -1) for group in _compat.forward_order(cast(FSDPModule, model))]
 
 
 def set_comms(modules: Iterable[FSDPModule], gather: Any = None, reduce: Any = None) -> None:
@@ -151,31 +147,31 @@ def set_comms(modules: Iterable[FSDPModule], gather: Any = None, reduce: Any = N
 def probe(
     unit: Unit,
     while_gathered: Callable[[ParamSlot], None],
-    accumulator_dtype: torch.dtype | None,
+    accumulator_dtype: SumDtype,
 ) -> None:
     """Lay out a unit as ``fully_shard`` does, or refuse a unit that lies in memory in another way.
 
     Args:
         unit: It has been sharded.
         while_gathered: Called for each parameter; may set `ParamSlot.has_hook`.
-        accumulator_dtype: The dtype of sums; ``None`` for fp32, or wider if the parameters are.
+        accumulator_dtype: The dtype of sums.
     """
     shown = []  # this rank's shard as it is passed to be gathered: 1-D, in the compute dtype
     watching = GatherComm(lambda _comm, _output, own: shown.append(own.clone()))
     set_comms(unit.modules, watching)
-    unit.modules[0].unshard()  # what it holds of peers does not matter: it is resharded at once
+    unit.module.unshard()  # what it holds of peers does not matter: it is resharded at once
     for slot in unit.slots:
         slot.compute_dtype = slot.registered_param.dtype
         while_gathered(slot)
-    unit.modules[0].reshard()
+    unit.module.reshard()
     (own,) = shown
     unit.lay_out(accumulator_dtype)
     spec = unit.spec()
-    derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
-    has_its_size = spec.shard_numel == own.numel()
-    if has_its_size and spec.shard_dtype == own.dtype:
+    derived = torch.zeros_like(own)
+    is_alike = (spec.shard_numel, spec.shard_dtype) == (own.numel(), own.dtype)
+    if is_alike:
         unit.write_shard(derived)
-    if not has_its_size or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
+    if not is_alike or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
         raise NotImplementedError(
             f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
             'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
@@ -183,17 +179,16 @@ def probe(
 
 
 class RootUnit:
-    """Keeps the root unit gathered where it is needed; see Note [The root unit]."""
+    """Keeps the root unit gathered where it is needed, until ``hooks`` closes; see Note [The root unit]."""
 
-    def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
+    def __init__(self, units: Sequence[Unit], model: nn.Module, hooks: ExitStack) -> None:
         self._model = cast(FSDPModule, model)
         self._units = units
         self._root = next((unit for unit in units if self._model in unit.modules), None)
-        self._hooks: list[RemovableHandle] = []
         if self._root is not None:
             # ``fully_shard`` has gathered the unit when that of the model is called.
             for caller in {model, *(slot.module for slot in self._root.slots)}:
-                self._hooks.append(caller.register_forward_pre_hook(self.gather))
+                hooks.enter_context(caller.register_forward_pre_hook(self.gather))
 
     def gather(self, *_: Any) -> None:
         """Gather the unit if it is sharded. See `Unit.match_frozen`."""
@@ -215,7 +210,7 @@ class RootUnit:
     def check_reduced(self) -> None:
         """Refuse a backward pass that left gradients behind, in this unit or another one."""
         for unit in self._units:
-            if not unit.is_gathered or _compat.keeps_gradients(unit.modules[0]):
+            if not unit.is_gathered or _compat.keeps_gradients(unit.module):
                 continue
             left = [slot for slot in unit.slots if slot.registered_param.grad is not None]
             if left:
@@ -228,9 +223,3 @@ class RootUnit:
                     "besides the root unit returns. This backward pass did not reach any, so gradients were left "
                     f"behind, as of {left[0].name!r}. {make} them as modules, `layer(x)`."
                 )
-
-    def release(self) -> None:
-        """Take the hooks off the layers. Idempotent."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()

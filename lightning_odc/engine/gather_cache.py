@@ -44,7 +44,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat, host_memory
 from lightning_odc.engine.comm import GatherComm
@@ -85,24 +84,23 @@ class HostMemory:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@dataclass
 class CudaMemory:
     """Memory of a CUDA device, by torch's allocator, which knows all allocations without waiting for the device."""
 
+    device: torch.device
+    ranks: int = 1  # more than one on a device in tests only
     share = 0.9  # the rest is for what comes suddenly
 
-    def __init__(self, device: torch.device, ranks: int = 1) -> None:
-        self._device = device
-        self._ranks = ranks  # more than one on a device in tests only
-
     def usable(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free // self._ranks + torch.cuda.memory_reserved(self._device)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free // self.ranks + torch.cuda.memory_reserved(self.device)
 
     def used(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return torch.cuda.memory_allocated(self.device)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        return torch.cuda.max_memory_allocated(self.device)
 
 
 Memory = HostMemory | CudaMemory
@@ -139,7 +137,7 @@ class _Entry:
         if stays == self.stays_gathered:
             return
         self.stays_gathered = stays
-        module = self.unit.modules[0]
+        module = self.unit.module
         if stays:  # ``fully_shard`` decides about the root unit when it runs for the first time
             self.reshards = bool(_compat.reshards_after_forward(module))
         module.set_reshard_after_forward(not stays and self.reshards, recurse=False)
@@ -179,7 +177,7 @@ class GatherCache:
         self._budget = budget  # bytes, or ``"auto"``: what is left beside training, with a margin
         self._memory = memory
         self._entries: list[_Entry] = []
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         self._needed = 0  # bytes that training takes by itself
         self._peak = 0  # bytes that were taken at all
         self._has_measured = False
@@ -213,17 +211,15 @@ class GatherCache:
             frozen = unit.shard_numel - sum(end - start for start, end in unit.grad_ranges)
             entry = _Entry(unit, comm, total, unit.shard_numel * width, frozen * width)
             self._entries.append(entry)
-            for module in unit.modules:
-                before: Any = partial(self._before, entry)
-                self._hooks.append(cast(nn.Module, module).register_forward_pre_hook(before, prepend=True))
+            before = partial(self._before, entry)
+            for module in cast(list[nn.Module], unit.modules):
+                self._hooks.enter_context(module.register_forward_pre_hook(before, prepend=True))
 
     def release(self) -> None:
         """Give the units back as they were. Idempotent."""
-        for handle in self._hooks:
-            handle.remove()
+        self._hooks.close()
         for entry in self._entries:
             entry.stay_gathered(False)
-        self._hooks = []
         self._entries = []
         self._for_a_while = []
 

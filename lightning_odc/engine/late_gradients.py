@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import _compat
+from lightning_odc.engine.unit_calls import tensors_in
 from lightning_odc.engine.unit_sum import UnitSum
 from lightning_odc.engine.units import ParamSlot, Unit
 from lightning_odc.errors import SETTLE, DisagreementError, ODCError
@@ -77,13 +78,7 @@ class Placeholder(DTensor):
         if getattr(func, "__name__", "") in _HARMLESS and attribute not in _VALUES:
             with _compat.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        found: list[Any] = []
-        for arg in args:
-            if isinstance(arg, list | tuple):
-                found += arg
-            else:
-                found.append(arg)
-        placeholders = [item for item in found if isinstance(item, Placeholder)]
+        placeholders = [tensor for tensor in tensors_in(args) if isinstance(tensor, Placeholder)]
         if func in _compat.ZEROING:
             for placeholder in placeholders:
                 placeholder.zeroed = True
@@ -215,7 +210,7 @@ class LateHooks:
     def changed(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """What hooks of the tensor make of its gradient, which is complete."""
         for hook in list(_compat.tensor_hooks_of(parameter).values()):
-            changed = hook.hook(gradient) if isinstance(hook, DeferredHook) else hook(gradient)
+            changed = _given(hook)(gradient)
             if changed is not None:
                 gradient = changed
         return gradient
@@ -226,9 +221,7 @@ class LateHooks:
         self._calling = True
         try:
             for hook in list(hooks.values()):
-                if isinstance(hook, DeferredHook):
-                    hook = hook.hook
-                hook(shard)
+                _given(hook)(shard)
         finally:
             self._calling = False
 
@@ -247,8 +240,7 @@ class LateHooks:
             for hooks_of in self._kinds:
                 hooks = hooks_of(parameter)
                 for key, hook in hooks.items():
-                    if isinstance(hook, DeferredHook):
-                        hooks[key] = hook.hook
+                    hooks[key] = _given(hook)
 
 
 @dataclass(frozen=True)
@@ -262,3 +254,8 @@ class DeferredHook:
         if self.hooks.holding:
             return None
         return self.hook(gradient)
+
+
+def _given(hook: Any) -> Any:
+    """A hook as its user has registered it."""
+    return hook.hook if isinstance(hook, DeferredHook) else hook

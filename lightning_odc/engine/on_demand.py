@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -17,15 +16,13 @@ from lightning_odc import _compat
 from lightning_odc.engine.additions import OF_THE_USER, Added, Additions, Pass
 from lightning_odc.engine.advice import (
     OVER_SHARDS,
-    lost_hook,
-    refuse_all_reduce_hooks,
+    refuse_hooks,
     undivided_gradient,
     unexpected_gradient,
 )
 from lightning_odc.engine.comm import (
     AccumulateComm,
     GatherComm,
-    forget_pass,
     probe,
     ran_forward,
     set_comms,
@@ -36,7 +33,7 @@ from lightning_odc.engine.over_windows import OverWindows
 from lightning_odc.engine.staleness import StalenessGuard, compared
 from lightning_odc.engine.streaming import stream
 from lightning_odc.engine.unit_sum import UnitSum
-from lightning_odc.engine.units import ParamSlot, Unit, compare_models
+from lightning_odc.engine.units import NamedTensors, ParamSlot, Unit, compare_models
 from lightning_odc.errors import ODCError
 from lightning_odc.protocol.protocol import Protocol
 from lightning_odc.protocol.records import SettleRecord, any_flags, check_records, flags_to_hex, total_weight
@@ -59,31 +56,27 @@ class OnDemandEngine(OverWindows):
         self._gradients = gradients
         self._adopt(model)
         for unit in self._units:
-            if _compat.reshards_after_forward(unit.modules[0]) is None:  # on demand, that is as ``True``
-                unit.modules[0].set_reshard_after_forward(True, recurse=False)
+            if _compat.reshards_after_forward(unit.module) is None:  # on demand, that is as ``True``
+                unit.module.set_reshard_after_forward(True, recurse=False)
             probe(unit, partial(self._hook, unit), self._accumulator_dtype)
             if unit.divided_by_fully_shard:
                 unit.set_division(False)
         # 2. What can be refused, before any rank makes a window; then equal values on all ranks.
-        refuse_all_reduce_hooks(self._units)
-        for slot in (slot for unit in self._units for slot in unit.slots):
-            if len(_compat.tensor_hooks_of(slot.sharded_param)) > slot.has_hook:  # one is the engine's own
-                raise lost_hook(slot.name)
+        refuse_hooks(self._units)
         compare_models(self._units, self._rendezvous)
         self._scalars.attach(model, self._rendezvous)
         # 3. Windows.
         protocol = self._open([unit.spec() for unit in self._units])
-        groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
+        groups = {_compat.group_of(unit.module): unit.index for unit in self._units}
         self._additions = Additions(self._units, partial(ran_forward, model, groups))
-        self._sums = []
-        for unit, window in zip(self._units, protocol.windows, strict=True):
-            self._sums.append(UnitSum(unit, window, self._additions))
+        pairs = [*zip(self._units, protocol.windows, strict=True)]
+        self._sums = [UnitSum(unit, window, self._additions) for unit, window in pairs]
         self._placeholders = Placeholders(self._units, self._sums, protocol)
         self._staleness = StalenessGuard(self._units, protocol)
         # 4. Shards. `fully_shard` gathers through this engine only after that: before, there is nothing to read.
         self._publish_units()
         comms = []
-        for unit, window in zip(self._units, protocol.windows, strict=True):
+        for unit, window in pairs:
             gather = GatherComm(partial(self._gather, unit, window))
             comms.append(gather)
             set_comms(unit.modules, gather, AccumulateComm(partial(self._accumulate, unit, window)))
@@ -152,7 +145,7 @@ class OnDemandEngine(OverWindows):
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
         """Add a gradient to the owners' accumulators. ``chunks``: ``[owners * numel of what is reduced now]``."""
         if not self._additions.running.is_announced:  # was a gradient emptied?
-            self._ran_outside = True
+            self.ran_outside = True
             if self._placeholders.laid.keys() & unit.reduced_now.keys():
                 raise ODCError(
                     "Several backward passes in one optimizer step must go through Lightning: write "
@@ -174,8 +167,8 @@ class OnDemandEngine(OverWindows):
 
     def begin_batch(self, **options: bool) -> None:
         super().begin_batch(**options)
-        unnoted = [slot for unit in self._units for slot in unit.slots if not slot.has_hook]
-        if any(slot.registered_param.requires_grad for slot in unnoted):
+        slots = (slot for unit in self._units for slot in unit.slots)
+        if any(slot.registered_param.requires_grad and not slot.has_hook for slot in slots):
             # Parameters were unfrozen: the accumulators need another layout.
             if any(self.exchange("unfreeze parameters", any(unit.reduced_in_step for unit in self._units))):
                 raise ODCError(
@@ -241,13 +234,9 @@ class OnDemandEngine(OverWindows):
 
     def undo(self) -> Added | None:
         added = self._additions.undo()
-        whole = [parameter for unit in self._units for parameter in unit.reduced_now.values()]
-        whole += [slot.registered_param for unit in self._units if unit.is_gathered for slot in unit.slots]
-        for unit in self._units:
-            unit.reduced_now.clear()
         for one in self._sums:
             one.forget_arrived()
-        forget_pass(self._model, whole)  # first: to drop sums takes memory
+        super().undo()  # first: to drop sums takes memory
         self.gather_cache.drop_all()
         return added
 
@@ -258,11 +247,8 @@ class OnDemandEngine(OverWindows):
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
         self._late_hooks.check_outside()
         self._additions.check_none_broke_off()
-        refuse_all_reduce_hooks(self._units)
-        for slot in (slot for unit in self._units for slot in unit.slots):
-            if len(_compat.tensor_hooks_of(slot.sharded_param)) > slot.has_hook:  # one is the engine's own
-                raise lost_hook(slot.name)
-        with self._timed(), self.traced("settle"):
+        refuse_hooks(self._units)
+        with self._timed("settle"):
             for one in self._sums:
                 one.give()
             self.reshard()
@@ -291,15 +277,15 @@ class OnDemandEngine(OverWindows):
         used_anywhere = iter(any_flags([record.used for record in records], count))
         totals = _totals_of(self._units, self.protocol)
         for unit, window, total in zip(self._units, self.protocol.windows, totals, strict=True):
-            flags = [next(used_anywhere) and slot not in emptied for slot in unit.slots]
-            unit.add_to_grads(total, scale, flags)
+            used = [slot for slot in unit.slots if next(used_anywhere) and slot not in emptied]
+            unit.add_to_grads(total, scale, used)
             window.clear()
-            for slot in compress(unit.slots, flags):
+            for slot in used:
                 self._late_hooks.call(slot.sharded_param)
         self._scalars.give([record.scalars for record in records], scale)
 
     def publish(self) -> None:
-        with self._timed(), self.traced("publish"):
+        with self._timed("publish"):
             self.settled = False
             self._calls.step_ended()
             self.protocol.next_version()
@@ -313,7 +299,7 @@ class OnDemandEngine(OverWindows):
         self.exchange("publish parameters", None)
         self.publish()
 
-    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self, module: nn.Module | None = None) -> NamedTensors:
         yield from stream(self._units, self.protocol, self._names_in(module), self._thread)
 
     def _before_collective(self) -> None:
@@ -344,7 +330,7 @@ class OnDemandEngine(OverWindows):
         for unit in units:
             unit.match_frozen()
             self._staleness.before_reshard(unit)
-            unit.modules[0].reshard()
+            unit.module.reshard()
 
 
 def _totals_of(units: Sequence[Unit], protocol: Protocol) -> Iterator[Tensor]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from lightning_odc.engine.base import Engine
 from lightning_odc.protocol import stealing
 from lightning_odc.protocol.proof import open_proven
 from lightning_odc.protocol.protocol import Protocol
-from lightning_odc.protocol.sample_group import SampleGroup
-from lightning_odc.protocol.transports.base import Rendezvous, Transport, UnitSpec
+from lightning_odc.protocol.sample_group import Claims, SampleGroup
+from lightning_odc.protocol.stealing import Costs
+from lightning_odc.protocol.transports.base import Rendezvous, SumDtype, Transport, UnitSpec
 from lightning_odc.protocol.unit_window import Traffic
 from lightning_odc.protocol.waiting import HangReport
 
@@ -28,7 +27,7 @@ class OverWindows(Engine):
         *,
         timeout: float,  # seconds after which any wait gives up
         deterministic: bool = False,  # sum in rank order; one accumulator per source rank
-        accumulator_dtype: torch.dtype | None = None,  # by default fp32, or wider if the parameters are
+        accumulator_dtype: SumDtype = None,
         hang_report: HangReport | None = None,
         sample_group: SampleGroup | None = None,  # with tensor parallelism
         agree: Rendezvous | None = None,  # of all ranks that must come to one answer, if they are more
@@ -55,10 +54,6 @@ class OverWindows(Engine):
         assert self._protocol is not None, "the engine is not attached"
         return self._protocol
 
-    @property
-    def world_size(self) -> int:
-        return self.protocol.nodes * self.protocol.transport.world_size
-
     def _open(self, specs: Sequence[UnitSpec]) -> Protocol:
         """Make windows and prove them. All ranks together."""
         protocol = self.make_protocol(self._make_transport(), specs, **self._protocol_options)
@@ -66,6 +61,7 @@ class OverWindows(Engine):
         if self._protocol is not None:  # parameters were unfrozen
             protocol.go_on_from(self._protocol)
         self._protocol = protocol
+        self.world_size = protocol.nodes * protocol.transport.world_size
         return protocol
 
     def close(self) -> None:
@@ -81,9 +77,7 @@ class OverWindows(Engine):
         """Items of other ranks that this rank has taken so far."""
         return self.protocol.stolen
 
-    def claims(
-        self, place: int, costs: Sequence[Sequence[float]], *, trains: bool = False
-    ) -> Iterator[tuple[int, int]]:
+    def claims(self, place: int, costs: Costs, *, trains: bool = False) -> Claims:
         return stealing.claims(self.protocol, costs, trains, self._sample_group if trains else None)
 
     def announce_collective(self, kind: str) -> None:

@@ -49,7 +49,7 @@ class StalenessGuard:
     def before_gather(self, unit: Unit, own: Tensor) -> None:
         """Compare this rank's shard, as ``fully_shard`` passes it, if it was not compared since it was published."""
         # What `fully_shard` made of a module is a module still: it has `training`.
-        if unit.index in self._compared and unit.modules[0].training:  # type: ignore[attr-defined]
+        if unit.index in self._compared and unit.module.training:  # type: ignore[attr-defined]
             return
         if not self._deferred:
             self._compare_shard(unit, own)

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
 from lightning_odc.engine.staleness import compared, lost
@@ -34,26 +34,19 @@ from lightning_odc.errors import ODCError
 
 
 class UnitCalls:
-    """Hooks on units and their layers; see Note [Calls of units]."""
+    """Hooks on units and their layers, until ``hooks`` closes; see Note [Calls of units]."""
 
-    def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
+    def __init__(self, units: Sequence[Unit], model: nn.Module, hooks: ExitStack) -> None:
         # Of torch 2.13: units may return views here.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self.compare = compared
         self._compared: dict[str, Tensor] = {}  # whether parameters differ from their shards, in this step
-        self._hooks: list[RemovableHandle] = []
         for unit in units:
             for module in cast(list[nn.Module], unit.modules):
                 # A hook is a part of what is compiled, and compiled again when it goes.
                 if module is model or not any(map(_compat.is_compiled, module.modules())):
                     hook = partial(self._after_forward, unit)
-                    self._hooks.append(module.register_forward_hook(hook, prepend=True))
-
-    def release(self) -> None:
-        """Take the hooks off. Idempotent."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+                    hooks.enter_context(module.register_forward_hook(hook, prepend=True))
 
     def step_ended(self) -> None:
         """Refuse what was written into gathered parameters."""
@@ -62,15 +55,11 @@ class UnitCalls:
         self._compared.clear()
 
     def _after_forward(self, unit: Unit, module: nn.Module, _: Any, output: Any) -> None:
-        """Before ``fully_shard``'s hook."""
+        """Before ``fully_shard``'s hook: hear of backward passes that reach an output."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if unit.slots[0].name not in self._compared:
             self._compared |= self.compare(unit)
-        self._hook_nodes(unit, output)
-
-    def _hook_nodes(self, unit: Unit, output: Any) -> None:
-        """Hear of backward passes that reach an output."""
         for tensor in tensors_in(output):
             base = tensor._base
             node = tensor.grad_fn
@@ -88,7 +77,7 @@ class UnitCalls:
             )
         if unit.name == ROOT:
             self._compared |= self.compare(unit)
-        _compat.before_backward(unit.modules[0])
+        _compat.before_backward(unit.module)
 
 
 def tensors_in(value: Any, depth: int = 2) -> Iterator[Tensor]:

@@ -57,7 +57,10 @@ class UnitSum:
             known = []
             addends = []
             for slot, gradient in self._arrived.items():
-                gradient = _local(slot, gradient.detach())
+                gradient = gradient.detach()
+                if isinstance(gradient, DTensor):  # with tensor parallelism, this rank computes with its part
+                    parameter: Any = slot.registered_param
+                    gradient = gradient.redistribute(placements=parameter.placements).to_local()
                 self.moved += gradient.nbytes
                 if slot in self._totals:
                     known.append(self._totals[slot])
@@ -120,11 +123,3 @@ class UnitSum:
         """Add the sums to the owners, and make no more."""
         self.give()
         self.waits = False
-
-
-def _local(slot: ParamSlot, gradient: Tensor) -> Tensor:
-    """The gradient of what this rank computes with: with tensor parallelism, of its part."""
-    if not isinstance(gradient, DTensor):
-        return gradient
-    parameter: Any = slot.registered_param
-    return gradient.redistribute(placements=parameter.placements).to_local()

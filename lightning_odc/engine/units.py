@@ -36,7 +36,18 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_odc import _compat
 from lightning_odc._version import __version__
 from lightning_odc.errors import DisagreementError
-from lightning_odc.protocol.transports.base import Rendezvous, Segment, UnitSpec, joined, packed
+from lightning_odc.protocol.transports.base import (
+    Rendezvous,
+    Run,
+    Segment,
+    SumDtype,
+    UnitSpec,
+    joined,
+    packed,
+)
+
+NamedTensors = Iterator[tuple[str, Tensor]]
+"""Parameters, with their names."""
 
 #: The name of the root unit, since the root module has none.
 ROOT = "(root)"
@@ -134,12 +145,17 @@ class Unit:
     reduced_in_step: set[ParamSlot] = field(default_factory=set)
     grad_slots: list[ParamSlot] = field(default_factory=list)  # have a place in the accumulator
     # Where these lie in the shard: (begin, end).
-    grad_ranges: list[tuple[int, int]] = field(default_factory=list)
+    grad_ranges: list[Run] = field(default_factory=list)
     shard_numel: int = 0  # elements of this rank's published shard
     whole: list[Segment] = field(default_factory=list)  # where all of these lie
     _sizes: list[int] = field(default_factory=list)
 
-    def lay_out(self, accumulator_dtype: torch.dtype | None) -> None:
+    @property
+    def module(self) -> FSDPModule:
+        """The first of its modules, by which ``fully_shard`` is told what to do with all of it."""
+        return self.modules[0]
+
+    def lay_out(self, accumulator_dtype: SumDtype) -> None:
         """Give every parameter its place, also in the accumulator if it has a hook. Its compute dtype must be known."""
         self.as_bytes = len({slot.compute_dtype for slot in self.slots}) > 1
         self.grad_slots = [slot for slot in self.slots if slot.has_hook]
@@ -179,11 +195,7 @@ class Unit:
     @torch.no_grad()
     def write_shard(self, target: Tensor) -> None:
         """Write this rank's shard (1-D, as `spec` says) in the compute dtype."""
-        places = []
-        values = []
-        for _, place, value in self.parts(target):
-            places.append(place)
-            values.append(value)
+        _, places, values = zip(*self.parts(target), strict=True)
         # With `cpu_offload` from pinned host memory: cast on the GPU, and not waited for here. The optimizer step that
         # changes shards next comes after a meeting.
         torch._foreach_copy_(places, values, non_blocking=True)
@@ -241,7 +253,7 @@ class Unit:
     @functools.cached_property
     def divided_by_fully_shard(self) -> bool:
         """Whether ``fully_shard`` divides gradients before it hands them over: it does, unless fp32 or bf16."""
-        wider = _compat.precision_of(self.modules[0]).reduce_dtype
+        wider = _compat.precision_of(self.module).reduce_dtype
         dtypes = {wider or slot.compute_dtype for slot in self.grad_slots}
         return not dtypes <= {torch.float32, torch.bfloat16}
 
@@ -270,28 +282,26 @@ class Unit:
         return segments
 
     @torch.no_grad()
-    def add_to_grads(self, total: Tensor, scale: float, used: Sequence[bool]) -> None:
+    def add_to_grads(self, total: Tensor, scale: float, used: Iterable[ParamSlot]) -> None:
         """Add ``scale * total`` (``[grad_numel]``, where shards are) to ``.grad`` of ``used`` parameters."""
-        empty = []
-        kept = []
-        is_used = dict(zip(self.slots, used, strict=True))
+        empty: dict[DTensor, Tensor] = {}
+        kept: dict[DTensor, Tensor] = {}
         parts = total.split_with_sizes([slot.padded_numel for slot in self.grad_slots])
-        for slot, part in zip(self.grad_slots, parts, strict=True):
-            if not is_used[slot]:
-                continue
+        part_of = dict(zip(self.grad_slots, parts, strict=True))
+        for slot in used:
             parameter = slot.registered_shard
             local = _compat.local_of(parameter)
-            gradient = part[: local.numel()].view(local.shape)  # without the padding at its end
+            gradient = part_of[slot][: local.numel()].view(local.shape)  # without the padding at its end
             if parameter.grad is None:
-                empty.append((parameter, gradient))
+                empty[parameter] = gradient
             else:
-                kept.append((parameter, gradient))
+                kept[parameter] = gradient
         if kept:
-            there = [_compat.local_of(cast(DTensor, parameter.grad)) for parameter, _ in kept]
-            torch._foreach_add_(there, [gradient for _, gradient in kept], alpha=scale)
+            there = [_compat.local_of(cast(DTensor, parameter.grad)) for parameter in kept]
+            torch._foreach_add_(there, [*kept.values()], alpha=scale)
         if empty:
-            scaled = torch._foreach_mul([gradient for _, gradient in empty], scale)
-            for (parameter, _), gradient in zip(empty, scaled, strict=True):
+            scaled = torch._foreach_mul([*empty.values()], scale)
+            for parameter, gradient in zip(empty, scaled, strict=True):
                 parameter.grad = _compat.sharded_like(parameter, gradient.to(parameter.dtype))
 
     @property
@@ -304,20 +314,25 @@ def _segments_of(slots: Iterable[ParamSlot]) -> list[Segment]:
     return packed((slot.grad_offset, slot.grad_offset + slot.padded_numel) for slot in slots)
 
 
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules on which ``fully_shard`` was called."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def find_units(model: nn.Module) -> list[Unit]:
     """All units of a model in module order, without layout. Modules that manage no parameter are left out."""
-    names = {id(module): name for name, module in model.named_modules()}
-    grouped: set[nn.Module] = set()
-    seen: set[int] = set()
+    names = {module: name for name, module in model.named_modules()}
+    grouped: set[FSDPModule] = set()
+    seen: set[nn.Parameter] = set()
     units: list[Unit] = []
-    for module in model.modules():
-        if not isinstance(module, FSDPModule) or module in grouped:
+    for module in fsdp_modules(model):
+        if module in grouped:
             continue
         modules = _compat.modules_grouped_with(module)
         grouped.update(modules)
         slots = [slot for member in modules for slot in _slots_of(member, names, seen)]
         if slots:
-            name = names.get(id(modules[0])) or ROOT
+            name = names.get(modules[0]) or ROOT
             units.append(Unit(len(units), name, list(modules), slots))
     return units
 
@@ -369,17 +384,14 @@ def class_names(modules: Iterable[nn.Module]) -> str:
     return "{" + ", ".join(sorted(names)) + "}"
 
 
-def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[ParamSlot]:
+def _slots_of(root: nn.Module, names: dict[nn.Module, str], seen: set[nn.Parameter]) -> list[ParamSlot]:
     slots = []
     for module in post_order(root):
-        prefix = names.get(id(module), "")
-        for attribute, parameter in module.named_parameters(recurse=False):
-            if not isinstance(parameter, DTensor) or id(parameter) in seen:
+        for name, parameter in module.named_parameters(names.get(module, ""), recurse=False):
+            if not isinstance(parameter, DTensor) or parameter in seen:
                 continue
-            seen.add(id(parameter))
-            name = attribute
-            if prefix:
-                name = f"{prefix}.{attribute}"
+            seen.add(parameter)
+            _, _, attribute = name.rpartition(".")
             padded = shape_of(parameter)
             mesh_dim, dim = _placement_of(parameter)
             padded[dim] = math.ceil(padded[dim] / parameter.device_mesh.size(mesh_dim))
@@ -389,12 +401,12 @@ def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[Pa
 
 def post_order(root: nn.Module) -> Iterator[nn.Module]:
     """The modules whose parameters belong to ``root``'s unit: children first, without nested units."""
-    visited: set[int] = set()
+    visited: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
-        visited.add(id(module))
+        visited.add(module)
         for child in module.children():
-            if id(child) not in visited and not isinstance(child, FSDPModule):
+            if child not in visited and not isinstance(child, FSDPModule):
                 yield from visit(child)
         yield module
 

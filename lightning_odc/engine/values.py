@@ -17,6 +17,11 @@ from lightning_odc.protocol.transports.base import process_group_rendezvous
 _AT_ONCE = 32  # tensors, which may all be copied to the device
 
 
+def ranks_of_job() -> int:
+    """How many ranks there are: one without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def give_first_values(
     model: nn.Module, device: torch.device | None = None, group: dist.ProcessGroup | None = None
 ) -> None:
@@ -30,7 +35,7 @@ def give_first_values(
     Raises:
         DisagreementError: Ranks have other parameters than rank 0.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if ranks_of_job() == 1:
         return
     lines = [f"lightning-odc {__version__}"]
     for name, parameter in model.named_parameters():
@@ -38,8 +43,8 @@ def give_first_values(
         lines.append(f"{name}: shape {list(parameter.shape)}, {parameter.dtype}, {kind}")
     compare_lines(process_group_rendezvous(dist.group.WORLD), lines)
     send_values(parameters_and_buffers(model), device)
-    divided = [one.to_local() for one in model.parameters() if isinstance(one, DTensor)]
-    if divided and group is not None:
+    if group is not None:
+        divided = (one.to_local() for one in model.parameters() if isinstance(one, DTensor))
         send_values(divided, device, group)
 
 
@@ -61,7 +66,7 @@ def send_values(
         device: The device that communicates, if they are on another one.
         group: The ranks; by default all.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if ranks_of_job() == 1:
         return
     plain = (one for one in tensors if type(one.data) is Tensor and one.layout is torch.strided)
     whole = (one for one in plain if one.numel() and not one.is_meta)

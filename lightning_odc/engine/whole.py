@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.comm import forget_pass
+from lightning_odc.engine.collective import ByCollectives
 from lightning_odc.engine.over_windows import OverWindows
-from lightning_odc.engine.values import give_first_values, send_values
+from lightning_odc.engine.units import NamedTensors
+from lightning_odc.engine.values import give_first_values, ranks_of_job, send_values
 from lightning_odc.engine.whole_gradients import WholeGradients
 from lightning_odc.errors import DisagreementError
 from lightning_odc.protocol.flat_sums import FlatSums
@@ -45,18 +45,17 @@ from lightning_odc.protocol.records import (
     flags_to_hex,
     total_weight,
 )
-from lightning_odc.protocol.transports.base import Rendezvous, Segment, UnitSpec
+from lightning_odc.protocol.transports.base import Rendezvous, Segment, SumDtype, UnitSpec
 
 
 class WholeEngine(Engine):
     """Sums the gradients of a whole model; see Note [Summed here, exchanged once]."""
 
-    _rendezvous: Rendezvous  # of all ranks
-    _accumulator_dtype: torch.dtype | None
+    _accumulator_dtype: SumDtype
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.world_size = ranks_of_job()
         self._gradients = True
         self._steps = 0  # of optimizers
         self._sums = FlatSums([], 1, None)
@@ -76,9 +75,9 @@ class WholeEngine(Engine):
         self._model = model
         self._gradients = gradients
         self.give_values()
-        self._sums = FlatSums(self._trained(), self._ranks, self._accumulator_dtype)
+        self._sums = FlatSums(self._trained(), self.world_size, self._accumulator_dtype)
         self._whole = WholeGradients(self._sums.parameters, self._sums.add)
-        self._open_sums(self._sums.specs(self._ranks))
+        self._open_sums(self._sums.specs(self.world_size))
 
     def _trained(self) -> list[nn.Parameter]:
         return [one for one in self._model.parameters() if one.requires_grad and self._gradients]
@@ -134,21 +133,16 @@ class WholeEngine(Engine):
         super().discard()
         self._sums.clear()
 
-    def undo(self) -> Added | None:
-        """Nothing that was added stays: `backward` has put back what was there before."""
-        forget_pass(self._model, ())
-        return None
-
     # -- the end of a step --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
-        self._whole.check_outside()
-        with self._timed(), self.traced("settle"):
+        self._whole.hooks.check_outside()
+        with self._timed("settle"):
             self._follow_parameters()
             ledger = self._take_ledger()
             if not self.drops_outside:
-                if self._ranks > 1 or ledger.is_weighted:
+                if self.world_size > 1 or ledger.is_weighted:
                     self._whole.refuse_changed()
                 self._whole.take_visible(ledger.is_weighted)
             parameters = self._sums.parameters
@@ -186,7 +180,7 @@ class WholeEngine(Engine):
         self._steps += 1
         self.settled = False
 
-    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self, module: nn.Module | None = None) -> NamedTensors:
         for parameter, name in self._names_in(module).items():
             yield name, parameter.detach().clone()
 
@@ -214,33 +208,23 @@ class WholeOnDemandEngine(WholeEngine, OverWindows):
         for window in windows:
             window.publish()
         for piece, window in zip(pieces, windows, strict=True):
-            piece.view(self._ranks, -1)[window.own].copy_(window.own_shard)
+            piece.view(self.world_size, -1)[window.own].copy_(window.own_shard)
             window.gather(piece)
         return records
 
 
-class WholeCollectiveEngine(WholeEngine):
+class WholeCollectiveEngine(WholeEngine, ByCollectives):
     """An all-reduce sums, as under DDP; or nothing does, on a single rank."""
 
-    def __init__(self, rendezvous: Rendezvous, accumulator_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, rendezvous: Rendezvous, accumulator_dtype: SumDtype = None) -> None:
         super().__init__()
         self._rendezvous = rendezvous
         self._accumulator_dtype = accumulator_dtype
 
-    @property
-    def world_size(self) -> int:
-        return self._ranks
-
-    def exchange(self, kind: str, item: Any) -> list[Any]:
-        with self.traced("exchange"):
-            return self._rendezvous(item)
-
     def _exchange_sums(self, own: SettleRecord) -> list[SettleRecord]:
-        heard = self.exchange("optimizer step", [own, sorted(self.signals.raised)])
-        self.signals.agreed.update(*(signals for _, signals in heard))
-        records = [SettleRecord(*fields) for fields, _ in heard]
+        records = self._records(own)
         scale = self._scale(records)
-        if self._ranks > 1:
+        if self.world_size > 1:
             with self.traced("all_reduce"):
                 works = [dist.all_reduce(piece, async_op=True) for piece in self._sums.pieces]
                 for work in works:

@@ -19,7 +19,7 @@ rank order and divide, as in Note [Who divides].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,6 +29,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.errors import SETTLE, ODCError
+from lightning_odc.protocol.flat_sums import Gradients
 from lightning_odc.protocol.transports.base import Rendezvous
 
 
@@ -45,13 +46,13 @@ class WholeGradients:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        take: Callable[[Mapping[nn.Parameter, Tensor]], None],
+        take: Callable[[Gradients], None],
         of_tensors: bool = True,
     ) -> None:
         self.parameters = parameters
         self._take = take
         self._of_tensors = of_tensors
-        self._hooks = LateHooks(of_tensors)
+        self.hooks = LateHooks(of_tensors)
         self._complete: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}  # what was given, and its version
         self._parts: dict[
             nn.Parameter, tuple[TensorWeakRef, int]
@@ -60,10 +61,10 @@ class WholeGradients:
     @contextmanager
     def backward(self, apart: bool, counts: bool) -> Iterator[None]:
         """Around a backward pass; if it does not ``count``, its gradients are zeros, even if they are not finite."""
-        self._hooks.holding = apart or self._of_tensors
+        self.hooks.holding = apart or self._of_tensors
         before = {parameter: parameter.grad for parameter in self.parameters}
         for parameter in before:
-            self._hooks.hold(parameter)
+            self.hooks.hold(parameter)
             if apart:
                 parameter.grad = None
         gradients = {}
@@ -125,28 +126,24 @@ class WholeGradients:
         self._parts.clear()
         self._take(visible)
 
-    def give(self, totals: Mapping[nn.Parameter, Tensor]) -> None:
+    def give(self, totals: Gradients) -> None:
         """Put complete gradients into ``.grad``, and call the hooks that waited for them."""
         for parameter, total in totals.items():
             gradient = total
-            if self._hooks.holding:
-                gradient = self._hooks.changed(parameter, total)
+            if self.hooks.holding:
+                gradient = self.hooks.changed(parameter, total)
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
-            if self._hooks.holding:
-                self._hooks.call(parameter)
+            if self.hooks.holding:
+                self.hooks.call(parameter)
             if parameter.grad is not None:
                 self._complete[parameter] = (TensorWeakRef(parameter.grad), parameter.grad._version)
 
-    def check_outside(self) -> None:
-        """Refuse to end a step inside a hook."""
-        self._hooks.check_outside()
-
     def release(self) -> None:
         """Give hooks back to autograd. Idempotent."""
-        self._hooks.release(self.parameters)
+        self.hooks.release(self.parameters)
 
 
 def scalars_of(module: nn.Module) -> list[nn.Parameter]:
@@ -175,7 +172,7 @@ class Scalars:
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.fill_(value)
 
-    def _add(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    def _add(self, gradients: Gradients) -> None:
         for parameter, gradient in gradients.items():
             new = gradient.detach().double()
             if parameter in self._sums:
@@ -196,7 +193,7 @@ class Scalars:
 
     def take(self, is_weighted: bool, has_visible: bool) -> list[float | None]:
         """This rank's sums, for its record; `None` where there was no gradient."""
-        self._gradients.check_outside()
+        self._gradients.hooks.check_outside()
         for parameter, (zeros, version) in self._zeros.items():
             if parameter.grad is not zeros or zeros._version != version:
                 self._sums.pop(parameter, None)

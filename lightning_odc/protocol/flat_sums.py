@@ -21,7 +21,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_odc.protocol.transports.base import UnitSpec
+from lightning_odc.protocol.transports.base import SumDtype, UnitSpec
+
+Gradients = Mapping[nn.Parameter, Tensor]
+"""Gradients by parameter."""
 
 #: Elements of the first piece of a vector, and the least of the others, of which there are at most so many.
 _FIRST = 2**17
@@ -42,12 +45,12 @@ class FlatSums:
         known: The parameters that have received a gradient in this step, each with its sum, shaped as it is.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], owners: int, dtype: torch.dtype | None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], owners: int, dtype: SumDtype) -> None:
         self.pieces: list[Tensor] = []
         self.known: dict[nn.Parameter, Tensor] = {}
         self._places: dict[nn.Parameter, Tensor] = {}
         # Gradients of the last pass, whose memory `totals` uses again.
-        self._spare: dict[nn.Parameter, Tensor] = {}
+        self._spare: Gradients = {}
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             own = parameter.dtype.to_real()
@@ -81,7 +84,7 @@ class FlatSums:
         return specs
 
     @torch.no_grad()
-    def add(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    def add(self, gradients: Gradients) -> None:
         """Add the gradients of a pass."""
         self._spare = dict(gradients)
         first: dict[Tensor, Tensor] = {}
@@ -104,7 +107,7 @@ class FlatSums:
         if left:
             torch._foreach_zero_(left)
 
-    def totals(self, received: Sequence[bool]) -> dict[nn.Parameter, Tensor]:
+    def totals(self, received: Sequence[bool]) -> Gradients:
         """What lies in the pieces now, copied, of `parameters` that have ``received`` a gradient on any rank."""
         copies = {}
         for (parameter, place), flag in zip(self._places.items(), received, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lightning_odc.errors import DisagreementError, PeerFailedError
 from lightning_odc.host_memory import Kills
 from lightning_odc.protocol.transports.base import Transport, UnitSpec
+from lightning_odc.protocol.waiting import Describe
 
 
 @dataclass
@@ -106,7 +107,7 @@ class Peers:
     def __init__(self, transport: Transport, units: Sequence[UnitSpec]) -> None:
         self._transport = transport
         self._units = units
-        self.beyond: Callable[[], str] = str  # trouble with ranks that share no windows with this one
+        self.beyond: Describe = str  # trouble with ranks that share no windows with this one
         self._kills = Kills()
         self._others = [rank for rank in range(transport.world_size) if rank != transport.rank]
 

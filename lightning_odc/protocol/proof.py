@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,12 +131,8 @@ def _meet(protocol: Protocol, part: str, trouble: str = "") -> list[str]:
 
 def _noise(size: int, *seeds: int) -> Tensor:
     """So many random bytes, the same on every rank; long ones repeat themselves."""
-    seed = 0
-    for number in seeds:
-        seed = 1009 * seed + number
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randint(256, (min(size, _PERIOD),), dtype=torch.uint8, generator=generator)
-    return noise.repeat(size // _PERIOD + 1)[:size]
+    noise = np.random.default_rng(seeds).integers(256, size=min(size, _PERIOD), dtype=np.uint8)
+    return torch.from_numpy(noise).repeat(size // _PERIOD + 1)[:size]
 
 
 def _numbers(count: int, *seeds: int) -> Tensor:

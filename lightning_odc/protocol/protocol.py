@@ -142,8 +142,7 @@ class Protocol(RankState):
         self.peers.begin(Activity.COMPUTE)
         self.transport.store(Word.VERSION, self.version)
         self.windows = [
-            UnitWindow(self, index, spec, self.spec.sources, Word.COUNT + len(self._units) + index)
-            for index, spec in enumerate(self._units)
+            UnitWindow(self, index, spec, self.spec.sources) for index, spec in enumerate(self._units)
         ]
         if self._hang_report is not None:
             self._hang_report.start(self.peers.longest_wait, self._describe)
@@ -191,16 +190,14 @@ class Protocol(RankState):
         while True:
             self.finish()
             records = self._exchange(kind, [kind, item, sorted(self.signals.raised)])
-            kinds = [reason for reason, _, _ in records]
-            items = [theirs for _, theirs, _ in records]
-            for _, _, raised in records:
-                self.signals.agreed.update(raised)
+            kinds, items, raised = zip(*records, strict=True)
+            self.signals.agreed.update(*raised)
             if DISCARD not in kinds:
                 break
             dropped = [theirs for reason, theirs, _ in records if reason == DISCARD]
             self.drop_together(dropped, kind)
             if kind == DISCARD:
-                return items
+                return list(items)
         for peer, other in zip(self._ranks, kinds, strict=True):
             if other != kind:
                 raise DisagreementError(
@@ -209,7 +206,7 @@ class Protocol(RankState):
                     "work belongs inside a Minibatch (0 to k microbatches), and `trainer.should_stop` is set on all "
                     "ranks."
                 )
-        return items
+        return list(items)
 
     @property
     def _ranks(self) -> Sequence[int]:
@@ -278,9 +275,6 @@ class Protocol(RankState):
         self.transport.store(Word.MEETING, self._meetings)
         place = f"at synchronization {self._meetings} ({kind})"
         self.await_all(Word.MEETING, self._meetings, place, lambda _: self.peers.check_not_past())
-        messages = [
-            message if peer == self.transport.rank else self.transport.fetch(peer, box)
-            for peer in range(self.transport.world_size)
-        ]
+        messages = [self.transport.fetch(peer, box) for peer in range(self.transport.world_size)]
         self.peers.begin(Activity.COMPUTE)
         return messages

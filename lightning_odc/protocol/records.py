@@ -99,11 +99,6 @@ class Ledger:
             weight = weight.detach()
         self.weight = self.weight + weight
 
-    def begin_minibatch(self, plan: str | None) -> None:
-        self.is_weighted = True
-        if plan is not None:
-            self.plans.append(plan)
-
     def record(self, **others: Any) -> SettleRecord:
         """The record of a rank with these weights, and with its other fields."""
         kind = self.weight_kind

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +21,7 @@ from lightning_odc import _compat
 from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
 from lightning_odc.protocol.peers import FOLLOWED
 from lightning_odc.protocol.transports.host import boot_id, how_ended
+from lightning_odc.protocol.waiting import Describe
 from lightning_odc.words import text_of
 
 #: Seconds that a process may take from its error to its end.
@@ -31,7 +31,7 @@ _COUNT_EVERY = 0.005
 _FOLLOWED = "This followed from something else."
 
 
-def blamed(error: BaseException, look: Callable[[], str], patience: float) -> str | None:
+def blamed(error: BaseException, look: Describe, patience: float) -> str | None:
     """What ``look`` knows of another rank if a connection broke, as soon as it knows; ``None`` for other errors."""
     if not isinstance(error, dist.DistError) and "/gloo/" not in text_of(error):
         return None

@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_odc.errors import DisagreementError
 
+Claims = Iterator[tuple[int, int]]
+"""Place and number of what a rank is to do, in order; see `lightning_odc.protocol.stealing`."""
+
 #: The most bytes of what ranks of a group tell each other: a digest, or two numbers.
 _MOST_BYTES = 256
 #: The time that a rank which ran out of memory waits for the others to do so, too.
@@ -63,13 +66,13 @@ class SampleGroup:
             error.add_note(f"This rank waited for the ranks {self.ranks}, its group, to come to: {kind}.")
             raise
         heard = [json.loads(bytes(other.tolist())) for other in by_rank]
-        kinds = [other for other, _ in heard]
+        kinds, items = zip(*heard, strict=True)
         if len(set(kinds)) > 1:
             places = [f"rank {rank}: {other}" for rank, other in zip(self.ranks, kinds, strict=True)]
             raise DisagreementError(
                 f"The ranks {self.ranks} are one group, and are at different places ({', '.join(places)})."
             )
-        return [theirs for _, theirs in heard]
+        return list(items)
 
     def check_same(self, what: str, item: Any, advice: str = _SAME_BATCHES) -> None:
         """Refuse what is another one on another rank of the group."""
@@ -80,7 +83,7 @@ class SampleGroup:
                 f"The ranks {self.ranks} are one group, and have different {what}: {different}. {advice}"
             )
 
-    def follow(self, claims: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    def follow(self, claims: Claims) -> Claims:
         """The claims of the first rank of the group, on all of its ranks."""
         while True:
             own = next(claims, None) if self._is_first else None

@@ -29,8 +29,11 @@ from dataclasses import dataclass
 
 from lightning_odc.protocol.peers import Word
 from lightning_odc.protocol.protocol import Protocol
-from lightning_odc.protocol.sample_group import SampleGroup
+from lightning_odc.protocol.sample_group import Claims, SampleGroup
 from lightning_odc.protocol.waiting import Cause
+
+Costs = Sequence[Sequence[float]]
+"""The costs of items, by place, in any unit."""
 
 _BITS = 12
 _MASK = (1 << _BITS) - 1
@@ -50,7 +53,7 @@ class Queue:
 class WorkQueues:
     """All ranks' queues of a minibatch, or of prompts to be sampled: see Note [Every microbatch runs exactly once]."""
 
-    def __init__(self, protocol: Protocol, number: int, costs: Sequence[Sequence[float]]) -> None:
+    def __init__(self, protocol: Protocol, number: int, costs: Costs) -> None:
         if max(map(len, costs)) > _MASK:
             raise ValueError(
                 f"Stealing works with up to {_MASK} microbatches per rank, or prompts: use larger microbatches, or "
@@ -106,7 +109,7 @@ class WorkQueues:
         (word,) = struct.unpack("<q", struct.pack("<d", seconds_per_cost))
         self._transport.store(Word.RATE, word)
 
-    def claims(self) -> Iterator[tuple[int, int]]:
+    def claims(self) -> Claims:
         """Rank and number of all that this rank is to run: its own, then what it steals."""
         for number in iter(self.take, None):
             yield self._rank, number
@@ -164,10 +167,10 @@ class WorkQueues:
 
 def claims(
     protocol: Protocol,
-    costs: Sequence[Sequence[float]],
+    costs: Costs,
     trains: bool = False,
     sample_group: SampleGroup | None = None,
-) -> Iterator[tuple[int, int]]:
+) -> Claims:
     """Place and number of all items for this rank to do: its own, then those of loaded peers of its node.
 
     Args:
@@ -203,7 +206,7 @@ def claims(
         """Seconds of a clock that stands still while this rank waits."""
         return time.monotonic() - sum(protocol.waiter.seconds.values())
 
-    def taken() -> Iterator[tuple[int, int]]:
+    def taken() -> Claims:
         seconds = cost = 0.0  # own work, and its planned cost
         for rank, number in claimed:
             protocol.peers.check()

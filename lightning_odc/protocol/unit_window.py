@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_odc.errors import PUBLISH, DisagreementError, StaleShardError
 from lightning_odc.protocol.peers import Activity, Peers, Word
 from lightning_odc.protocol.tracing import Traced
-from lightning_odc.protocol.transports.base import Lock, Segment, Transport, UnitSpec
+from lightning_odc.protocol.transports.base import Lock, ReadWord, Segment, Transport, UnitSpec
 from lightning_odc.protocol.waiting import Cause, Waiter
 
 #: A unit of at most this many bytes is read by one call, own shard included: calls take longer than copying.
@@ -74,8 +74,8 @@ class _Published(NamedTuple):
     """What one window holds of other ranks."""
 
     owner: int
-    version: Callable[[], int]  # reads the version word of the unit
-    edited: Callable[[], int]  # reads in which version frozen parameters of the unit changed last
+    version: ReadWord  # reads the version word of the unit
+    edited: ReadWord  # reads in which version frozen parameters of the unit changed last
     parts: list[tuple[list[Tensor], int]]  # each shard in a list by itself, and its begin in the whole unit
 
 
@@ -90,11 +90,10 @@ class _Accumulator(NamedTuple):
 class UnitWindow:
     """One unit as this rank sees it in the windows of all ranks, which must be open."""
 
-    def __init__(self, state: RankState, index: int, spec: UnitSpec, sources: int, edited_word: int) -> None:
+    def __init__(self, state: RankState, index: int, spec: UnitSpec, sources: int) -> None:
         self.index = index
         self.spec = spec
         self.gathers = 0  # number of gathers of the unit since it was last set to 0
-        self._edited_word = edited_word
         self._state = state
         self._transport = transport = state.transport
         self._world_size = transport.world_size
@@ -106,7 +105,8 @@ class UnitWindow:
         self.own = state.node * self._world_size + rank  # 1: place of this rank among them
         # [1, 0]: ranks begin at different windows, so that they do not all wait for one lock.
         own_first = [(rank + step) % self._world_size for step in range(self._world_size)]
-        self.word = Word.COUNT + index
+        self.word = Word.COUNT + 2 * index
+        self._edited_word = self.word + 1
         self._is_small = not transport.runs_ahead and self.owners * spec.shard_bytes <= _SMALL
         windows = [transport.shard(owner, index) for owner in range(self._world_size)]
         by_window = [shards.view(state.nodes, spec.shard_numel) for shards in windows]
@@ -120,7 +120,7 @@ class UnitWindow:
             if others:
                 parts = [([self._shards[peer]], peer * spec.shard_numel) for peer in others]
                 version = transport.watch(owner, self.word)
-                edited = transport.watch(owner, edited_word)
+                edited = transport.watch(owner, self._edited_word)
                 self._published.append(_Published(owner, version, edited, parts))
         # One accumulator per source, which needs no lock; else one for all sources.
         source = 0
@@ -250,7 +250,7 @@ class UnitWindow:
         rank = self._transport.job_rank
         describe = self._transport.describe
 
-        def until(word: Callable[[], int], activity: Activity, cause: Cause, what: str) -> None:
+        def until(word: ReadWord, activity: Activity, cause: Cause, what: str) -> None:
             state.peers.begin(activity, self.index)
             state.waiter.until(
                 lambda: word() >= state.version,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +16,16 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
+from lightning_odc.background import Background
 from lightning_odc.errors import WaitTimeoutError
 from lightning_odc.protocol.tracing import Traced, Tracer
+from lightning_odc.protocol.transports.base import Ready
+
+Describe = Callable[[], str]
+"""Makes a part of a message, when it is needed."""
+
+Check = Callable[[], None]
+"""Raises if a wait can never end."""
 
 _SPINS = 3
 _FIRST_SLEEP = 20e-6
@@ -27,6 +34,7 @@ _SLEEP_FRACTION = 1 / 16
 CHECK_EVERY = 0.05
 _LONGEST_NAP = 1.0  # between two looks of the thread that reports
 _NAPS = 10  # looks per soft limit
+_PATIENCE = 10.0  # seconds for the end of that thread
 
 
 #: Added to the report of a wait that ended at its deadline while another rank was computing.
@@ -53,26 +61,26 @@ class Waiter(Traced):
     def __init__(
         self,
         timeout: float,  # seconds after which a wait gives up
-        check: Callable[[], None],  # called 20 times a second in every wait; raises if a peer has failed
-        report: Callable[[], str],  # where every rank is, for the message of a timeout
+        check: Check,  # called 20 times a second in every wait; raises if a peer has failed
+        report: Describe,  # where every rank is, for the message of a timeout
         hang_report: HangReport | None = None,  # receives a timeout, too
         tracers: list[Tracer] | None = None,
     ) -> None:
         super().__init__(tracers)
         self.timeout = timeout
         self.seconds: dict[Cause, float] = dict.fromkeys(Cause, 0.0)  # of idle time since the start
-        self.waiting_for: Callable[[], str] | None = None  # while it waits
+        self.waiting_for: Describe | None = None  # while it waits
         self._check = check
         self._report = report
         self._hang_report = hang_report
 
     def until(
         self,
-        ready: Callable[[], bool],
+        ready: Ready,
         cause: Cause | None,
-        what: Callable[[], str],
+        what: Describe,
         peer: int | None = None,
-        check: Callable[[], None] | None = None,
+        check: Check | None = None,
     ) -> None:
         """Sleep until ``ready()``.
 
@@ -88,7 +96,7 @@ class Waiter(Traced):
                 self._sleep_until(ready, what, check)
 
     @contextmanager
-    def during(self, cause: Cause | None, what: Callable[[], str], peer: int | None = None) -> Iterator[None]:
+    def during(self, cause: Cause | None, what: Describe, peer: int | None = None) -> Iterator[None]:
         """Enter the time inside as a wait, as `until` does; for a rank in a collective, which has its own end.
 
         Args:
@@ -109,9 +117,7 @@ class Waiter(Traced):
                 self.seconds[cause] += (time.monotonic_ns() - begin) / 1e9
                 self.record("wait", begin, cause=str(cause), peer=peer)
 
-    def _sleep_until(
-        self, ready: Callable[[], bool], what: Callable[[], str], check: Callable[[], None] | None
-    ) -> None:
+    def _sleep_until(self, ready: Ready, what: Describe, check: Check | None) -> None:
         begin = time.monotonic()
         next_check = begin + CHECK_EVERY
         spins = _SPINS
@@ -145,27 +151,24 @@ class Waiter(Traced):
 class HangReport:
     """Writes reports of one rank, and keeps a thread that decides when to."""
 
-    def __init__(
-        self, after: float, directory: Path | None, rank: int, place: Callable[[], str] = str
-    ) -> None:
+    def __init__(self, after: float, directory: Path | None, rank: int, place: Describe = str) -> None:
         self.place = place
         self.after = after  # seconds of waiting until the next report; after a reported wait, twice that wait
         self.path = None if directory is None else directory / f"rank{rank}.txt"  # None: to stderr alone
         self._rank = rank
-        self._thread: threading.Thread | None = None
+        self._told = 0.0  # the seconds of a wait that was reported and is not over
+        self._thread: Background | None = None
 
-    def start(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
+    def start(self, longest_wait: Callable[[], float], describe: Describe) -> None:
         """Begin to look."""
-        self._stop = threading.Event()
-        watch = partial(self._watch, longest_wait, describe)
-        self._thread = threading.Thread(target=watch, name="lightning-odc hang report", daemon=True)
-        self._thread.start()
+        look = partial(self._look, longest_wait, describe)
+        every = min(self.after / _NAPS, _LONGEST_NAP)
+        self._thread = Background("hang report", self.stop, idle=look, every=every)
 
     def stop(self) -> None:
         """Look no longer. Idempotent; from the thread that called `start`."""
         if self._thread is not None:
-            self._stop.set()
-            self._thread.join()
+            self._thread.stop(_PATIENCE)
         self._thread = None
 
     def tell(self, text: str) -> None:
@@ -186,15 +189,13 @@ class HangReport:
         sys.stderr.write(f"lightning-odc: {text}\n  {note}\n")
         sys.stderr.flush()
 
-    def _watch(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
-        told = 0.0
-        while not self._stop.wait(min(self.after / _NAPS, _LONGEST_NAP)):
-            waited = longest_wait()
-            if told and waited < told:
-                sys.stderr.write(f"lightning-odc: rank {self._rank}: the wait is over, training continues.\n")
-                self.after = max(self.after, 2 * told)
-                told = 0.0
-            if waited >= max(self.after, 2 * told):
-                since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
-                self.tell(f"ranks have been waiting for {waited:.1f} s, since {since}.\n{describe()}")
-                told = waited
+    def _look(self, longest_wait: Callable[[], float], describe: Describe) -> None:
+        waited = longest_wait()
+        if self._told and waited < self._told:
+            sys.stderr.write(f"lightning-odc: rank {self._rank}: the wait is over, training continues.\n")
+            self.after = max(self.after, 2 * self._told)
+            self._told = 0.0
+        if waited >= max(self.after, 2 * self._told):
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
+            self.tell(f"ranks have been waiting for {waited:.1f} s, since {since}.\n{describe()}")
+            self._told = waited

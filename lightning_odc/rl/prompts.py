@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
+from lightning_odc.protocol.sample_group import Claims
 from lightning_odc.rl.ranks import ranks_of
 
 _SEEDS = 2**62
@@ -99,9 +100,7 @@ def claim_prompts(
     return _sampled(strategy, shares, claimed)
 
 
-def _sampled(
-    strategy: Any, shares: Sequence[_Share], claimed: Iterator[tuple[int, int]]
-) -> Iterator[tuple[int, Any]]:
+def _sampled(strategy: Any, shares: Sequence[_Share], claimed: Claims) -> Iterator[tuple[int, Any]]:
     """See Note [The answer does not depend on the rank]."""
     device = strategy.root_device
     counts = [len(share.prompts) for share in shares]

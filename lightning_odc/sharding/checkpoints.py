@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
@@ -37,12 +36,13 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.files import not_written, replacing, why_no_room
-from lightning_odc.sharding.optimizers import parameters_of
+from lightning_odc.sharding.optimizers import StateDict, parameters_of
 from lightning_odc.sharding.stepping import part_of, whole
 from lightning_odc.sharding.untrusted import refuse_code
 
-State = dict[str, Any]
-"""What a checkpoint holds, or a part of it, by name."""
+Location = Path | str
+"""Where a checkpoint is: a path, or a URL."""
+
 _ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_dict_type="sharded").'
 #: Under which Lightning saves the state of our precision plugin: the name of its class.
 PRECISION_KEY = "ODCPrecision"
@@ -57,7 +57,7 @@ _METADATA = ".metadata"
 class WholeCheckpointIO(TorchCheckpointIO):
     """Writes checkpoint files that are whole at every moment."""
 
-    def save_checkpoint(self, checkpoint: State, path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: StateDict, path: Any, storage_options: Any = None) -> None:
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -71,7 +71,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             file.write(buffer.getbuffer())
 
 
-def model_state(model: nn.Module, full: bool) -> State:
+def model_state(model: nn.Module, full: bool) -> StateDict:
     """What ``model.state_dict()`` returns; if ``full`` assembled on rank 0 (empty elsewhere), else this rank's shards.
 
     It may have rules of its own: other names, parts left out, extra state. All ranks together.
@@ -92,7 +92,7 @@ def load_model_state(model: nn.Module, saved: Mapping[str, Any], strict: bool) -
         check_names(found.missing_keys, found.unexpected_keys)
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer | LightningOptimizer, full: bool) -> State:
+def optimizer_state(model: nn.Module, optimizer: Optimizer | LightningOptimizer, full: bool) -> StateDict:
     """The optimizer's state; if ``full`` that of an ordinary optimizer on rank 0 (empty elsewhere), else shards."""
     if isinstance(optimizer, LightningOptimizer):
         optimizer = optimizer.optimizer
@@ -103,7 +103,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer | LightningOptimizer,
     return _whole_on_rank_0(optimizer.state_dict())
 
 
-def _whole_on_rank_0(state: State) -> State:
+def _whole_on_rank_0(state: StateDict) -> StateDict:
     """A state dict without shards on rank 0, and an empty one elsewhere. All ranks together, tensor by tensor."""
     is_kept = dist.get_rank() == 0
 
@@ -119,14 +119,14 @@ def _whole_on_rank_0(state: State) -> State:
     return state
 
 
-def location(path: str | Path) -> Path | str:
+def location(path: Location) -> Location:
     """Where a checkpoint is: a path, or a URL as it stands, in which ``Path`` would merge the slashes."""
     if "://" in str(path):
         return str(path)
     return Path(path)
 
 
-def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[], None]) -> None:
+def make_room(path: Location, full: bool, is_first: bool, barrier: Callable[[], None]) -> None:
     """Remove a checkpoint of the other kind where one is to be written. All ranks together."""
     if isinstance(path, str):
         if not full:
@@ -154,13 +154,13 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
 
 
 def load(
-    path: Path | str,
+    path: Location,
     model: nn.Module,
     optimizers: list[Optimizer],
     strict: bool,
     weights_only: bool | None,
     checkpoint_io: CheckpointIO,
-) -> State:
+) -> StateDict:
     """Read a checkpoint; shards go into the model. A full one comes back whole, else the rest. All ranks together.
 
     Args:
@@ -192,7 +192,7 @@ def load(
     return rest
 
 
-def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool | None) -> State:
+def _read(path: Location, checkpoint_io: CheckpointIO, weights_only: bool | None) -> StateDict:
     """A full checkpoint. A local file is mapped and not read as a whole, unless it is in a format of the user's."""
     if type(checkpoint_io) not in (WholeCheckpointIO, AsyncCheckpointIO):
         load_checkpoint: Callable[..., Any] = checkpoint_io.load_checkpoint
@@ -218,14 +218,14 @@ def load_optimizer(saved: Any, optimizer: Optimizer, model: nn.Module) -> None:
         parts = {name: part_of(value, parameter, _ADVICE) for name, value in values.items()}
         state[numbers[parameter]] = parts
     groups = []
-    for group in saved["param_groups"]:
-        held = [numbers[known[label]] for label in group["params"]]
+    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        held = [numbers[parameter] for parameter in own["params"]]
         groups.append({**group, "params": held})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _labelled(
-    optimizer: Optimizer, saved_groups: list[State], model: nn.Module
+    optimizer: Optimizer, saved_groups: list[StateDict], model: nn.Module
 ) -> dict[str | int, nn.Parameter]:
     """Parameters by their labels in a checkpoint: names, or numbers of which only the order in the groups counts."""
     saved_sizes = [len(group["params"]) for group in saved_groups]
@@ -254,7 +254,7 @@ def _labelled(
 # -- sharded checkpoints -----------------------------------------------------------------------------------
 
 
-def save_shards(checkpoint: State, path: Path, rank: int, barrier: Callable[[], None]) -> None:
+def save_shards(checkpoint: StateDict, path: Path, rank: int, barrier: Callable[[], None]) -> None:
     """Write shards of model and optimizers, and one file with everything else. All ranks together."""
     unfinished = _beside(path, "unfinished")
     unfinished.mkdir(parents=True, exist_ok=True)
@@ -305,7 +305,7 @@ def _beside(path: Path, what: str) -> Path:
     return path.with_name(f".{path.name}.{what}")
 
 
-def _load_shards(path: Path, model: nn.Module, strict: bool, weights_only: bool | None) -> State:
+def _load_shards(path: Path, model: nn.Module, strict: bool, weights_only: bool | None) -> StateDict:
     """Read this rank's part, however many ranks wrote the checkpoint; see `load`."""
     if weights_only is not False:
         refuse_code(path)
@@ -328,7 +328,7 @@ def _load_shards(path: Path, model: nn.Module, strict: bool, weights_only: bool 
     load_distributed(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
     load_model_state(model, state[key], strict)
     metadata = path / _compat_lightning.METADATA_FILENAME
-    rest: State = torch.load(metadata, weights_only=weights_only)
+    rest: StateDict = torch.load(metadata, weights_only=weights_only)
     count = sum(part.startswith(_OPTIMIZER) for part in parts)
     keys = [f"{_OPTIMIZER}{index}" for index in range(count)]
     rest["optimizer_states"] = [partial(_load_optimizer_shards, path, key) for key in keys]  # not read yet
@@ -347,7 +347,7 @@ def _load_optimizer_shards(path: Path, key: str, optimizer: Optimizer, model: nn
     for parameter in frozen:
         parameter.requires_grad_(True)  # torch leaves out the state of those that are not trained now
     try:
-        state: State = {key: get_optimizer_state_dict(model, optimizer)}
+        state: StateDict = {key: get_optimizer_state_dict(model, optimizer)}
         load_distributed(state, checkpoint_id=path, planner=DefaultLoadPlanner())
         set_optimizer_state_dict(model, optimizer, state[key], options=StateDictOptions(cpu_offload=True))
     finally:
@@ -355,13 +355,14 @@ def _load_optimizer_shards(path: Path, key: str, optimizer: Optimizer, model: nn
             parameter.requires_grad_(False)
 
 
-def _with_state(path: Path, key: str, optimizer: Optimizer, model: nn.Module) -> list[nn.Parameter]:
+def _with_state(path: Path, key: str, optimizer: Optimizer, model: nn.Module) -> set[nn.Parameter]:
     """The parameters that the checkpoint has state for."""
     held = set(parameters_of(optimizer))
-    named = {}
-    for name, parameter in model.named_parameters():
-        if parameter in held:
-            named[_compat.checkpoint_name(name)] = parameter
+    named = {
+        _compat.checkpoint_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter in held
+    }
     prefix = f"{key}.state."
     entries = [name.removeprefix(prefix) for name in _names_in(path) if name.startswith(prefix)]
     found = set()
@@ -375,8 +376,8 @@ def _with_state(path: Path, key: str, optimizer: Optimizer, model: nn.Module) ->
                 f"The checkpoint has {entry!r} of a parameter on which this optimizer does not step. Resume with the "
                 "`configure_optimizers` that it was saved with, and with the callbacks, if they add parameters."
             )
-        found.add(name)
-    return [named[name] for name in found]
+        found.add(named[name])
+    return found
 
 
 def check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
@@ -386,16 +387,6 @@ def check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
             f"The checkpoint does not fit the model: it lacks {sorted(missing)} and has {sorted(unexpected)} too many. "
             "To load what fits, set `self.strict_loading = False` in the LightningModule."
         )
-
-
-# -- averages of weights: a sharded copy of the model that Lightning's ``WeightAveraging`` callbacks keep -----------
-# The callback copies the model before it is sharded. So the copy is sharded in the same way: every rank averages, swaps
-# in and out its own shards, which also takes a ``world_size``-th of the memory.
-
-
-def averages(trainer: pl.Trainer) -> list[nn.Module]:
-    """The averaged copies of the model that callbacks hold, if it is being fitted."""
-    return _compat_lightning.averaged_models(_compat_lightning.callbacks_of(trainer))
 
 
 # -- hyperparameters ---------------------------------------------------------------------------------------
@@ -412,7 +403,7 @@ class _Looks(pickle.Pickler):
         return None
 
 
-def keep_savable(checkpoint: State, owners: Sequence[Any]) -> list[str]:
+def keep_savable(checkpoint: StateDict, owners: Sequence[Any]) -> list[str]:
     """Take out hyperparameters that cannot be saved; modules become what they were when they were given.
 
     Args:
@@ -436,8 +427,3 @@ def keep_savable(checkpoint: State, owners: Sequence[Any]) -> list[str]:
                 del saved[name]
                 left_out.append(name)
     return left_out
-
-
-def assembled(state: State) -> State:
-    """A checkpoint without shards: those of averages become whole. All ranks together."""
-    return apply_to_collection(state, DTensor, lambda shard: shard.full_tensor().cpu())

@@ -27,7 +27,12 @@ from lightning_odc.protocol.nodes.leaders import Leaders
 from lightning_odc.protocol.protocol import Protocol
 from lightning_odc.protocol.sample_group import SampleGroup
 from lightning_odc.protocol.transports import make_transport
-from lightning_odc.protocol.transports.base import Rendezvous, process_group_rendezvous, single_process
+from lightning_odc.protocol.transports.base import (
+    Rendezvous,
+    SumDtype,
+    process_group_rendezvous,
+    single_process,
+)
 from lightning_odc.protocol.waiting import HangReport
 from lightning_odc.sharding.nodes import mesh_of
 
@@ -84,7 +89,7 @@ def make_engine(
     communication: str = "on_demand",
     keep_gathered: int | str = "auto",
     deterministic: bool = False,
-    accumulator_dtype: torch.dtype | None = None,
+    accumulator_dtype: SumDtype = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     hang_report: HangReport | None = None,
 ) -> Engine:

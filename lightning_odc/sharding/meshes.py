@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_odc.engine.values import ranks_of_job
 from lightning_odc.protocol.sample_group import SampleGroup
 from lightning_odc.sharding.engines import Place
 from lightning_odc.sharding.nodes import layout_of
@@ -52,16 +53,15 @@ def place_on(
     device_type: str, mesh: DeviceMesh | None, sample_group: SampleGroup | None, communication: str
 ) -> Place:
     """Where this rank is, as ``torchrun`` and the mesh of a sharded model say it."""
-    world_size = 1
+    world_size = ranks_of_job()
     rank = 0
-    if dist.is_initialized():  # else a whole model trains in one process
-        world_size = dist.get_world_size()
+    if world_size > 1:  # else a whole model may train without a process group
         rank = dist.get_rank()
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device = torch.device("cpu")
     if device_type != "cpu":
         device = torch.device(device_type, torch.cuda.current_device())
-    place = Place(device=device, rank=rank, world_size=world_size, on_node=on_node)
+    place = Place(device, rank, world_size, on_node)
     if sample_group is not None:
         if on_node < world_size:
             raise ValueError(
@@ -72,5 +72,5 @@ def place_on(
     if on_node == world_size or communication == "collective":
         return place
     nodes = world_size // on_node
-    layout = layout_of((nodes, on_node), nodes, world_size, place.rank)
+    layout = layout_of((nodes, on_node), nodes, world_size, rank)
     return replace(place, layout=layout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -21,6 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.sharding.stepping import part_of
+
+StateDict = dict[str, Any]
+"""What is saved, by name."""
 
 _LATER = "Load it from a sharded checkpoint, after the model is sharded."
 
@@ -58,7 +62,10 @@ class ParameterNames:
             shards = {}  # by what is replaced; strangers stay
             for parameter in parameters_of(optimizer):
                 if parameter not in of_model:
-                    shards[parameter] = self._shard(parameter, current)
+                    shard = current.get(self._names.get(parameter))
+                    if shard is None or shard.shape != parameter.shape:
+                        shard = parameter
+                    shards[parameter] = shard
             strangers = sum(before.requires_grad for before, shard in shards.items() if shard is before)
             if strangers:
                 rank_zero_warn(
@@ -74,12 +81,6 @@ class ParameterNames:
                     part = partial(part_of, parameter=shard, advice=_LATER)
                     optimizer.state[shard] = apply_to_collection(optimizer.state[shard], Tensor, part)
 
-    def _shard(self, parameter: Tensor, current: dict[str, nn.Parameter]) -> Tensor:
-        shard = current.get(self._names.get(parameter))
-        if shard is None or shard.shape != parameter.shape:
-            return parameter
-        return shard
-
 
 def put_in_place(optimizer: Optimizer, others: Mapping[nn.Parameter, Tensor]) -> None:
     """Let an optimizer step on other parameters, by those that they replace, with the states of these."""
@@ -91,12 +92,9 @@ def put_in_place(optimizer: Optimizer, others: Mapping[nn.Parameter, Tensor]) ->
             optimizer.state[other] = optimizer.state.pop(before)
 
 
-def make_states_whole(optimizer: Optimizer) -> None:
-    """Let the states of an optimizer be whole, in host memory. All ranks together."""
-    for parameter, state in optimizer.state.items():
-        optimizer.state[parameter] = apply_to_collection(
-            state, DTensor, lambda shard: shard.full_tensor().cpu()
-        )
+def assembled(state: StateDict) -> StateDict:
+    """A state without shards: they become whole, in host memory. All ranks together."""
+    return apply_to_collection(state, DTensor, lambda shard: shard.full_tensor().cpu())
 
 
 def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:

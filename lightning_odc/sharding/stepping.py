@@ -24,9 +24,7 @@ def clip(
     parameters = list(parameters)
     for parameter in parameters:
         if parameter.grad is not None:
-            mesh = None
-            if isinstance(parameter, DTensor):
-                mesh = parameter.device_mesh
+            mesh = getattr(parameter, "device_mesh", None)  # of plain tensors, none
             by_mesh.setdefault(mesh, []).append(parameter)
     if len(by_mesh.keys() - {None}) < 2:
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -76,9 +74,7 @@ def take_parts(model: Any) -> None:
 
 def part_of(value: object, parameter: object, advice: str) -> object:
     """This rank's part of a value that has one number per element of a sharded parameter; scalars as they are."""
-    if not isinstance(parameter, DTensor):
-        return value
-    if not isinstance(value, Tensor) or not value.ndim:
+    if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.ndim):
         return value
     shape = list(parameter.shape)
     if list(value.shape) != shape:
@@ -119,12 +115,9 @@ def _is_open(group: dict[str, Any]) -> bool:
     """Whether a group leaves it to torch how it steps, and its parameters can be in one list."""
     if group.get("foreach") is not None or group.get("fused") or group.get("differentiable"):
         return False
-    if isinstance(group["lr"], Tensor):
-        return False
     shards = group["params"]
-    if any(shard.device.type != "cpu" for shard in shards):
-        return False
-    if any(shard.dtype not in _EQUAL_DTYPES for shard in shards):
+    is_other = any(shard.device.type != "cpu" or shard.dtype not in _EQUAL_DTYPES for shard in shards)
+    if is_other or isinstance(group["lr"], Tensor):
         return False
     meshes = {getattr(shard, "device_mesh", None) for shard in shards}  # of plain tensors, none
     return len(meshes) == 1 and None not in meshes

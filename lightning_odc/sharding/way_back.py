@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import _compat
-from lightning_odc.engine.comm import fsdp_modules
+from lightning_odc.engine.units import fsdp_modules
 
 _ORIGIN = "origin"
 

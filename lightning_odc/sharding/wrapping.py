@@ -25,7 +25,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_w
 from lightning_odc import _compat
 from lightning_odc.arguments import Like
 from lightning_odc.engine.advice import lost_hook
-from lightning_odc.engine.units import class_names
+from lightning_odc.engine.units import class_names, fsdp_modules
 from lightning_odc.engine.values import give_first_values
 from lightning_odc.engine.whole_gradients import scalars_of
 from lightning_odc.sharding.stepping import take_parts
@@ -81,7 +81,7 @@ def shard_model(
             raise lost_hook(name)
     options = _options(mesh, how)
     # Where modules are sharded, the user has chosen the units.
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not fsdp_modules(model):
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
         if announce:
             _announce(wrap_policy, targets)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_odc.errors import DisagreementError, PeerFailedError
-from lightning_odc.sharding.checkpoints import State
+from lightning_odc.sharding.optimizers import StateDict
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.setup.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
@@ -96,7 +96,7 @@ class ReducingStrategy(ShardedStrategy):
                 raise DisagreementError(f"self.all_gather got, by rank: {'; '.join(by_rank)}. {_PAD}")
         return super().all_gather(tensor, group, sync_grads)
 
-    def lightning_module_state_dict(self) -> State:
+    def lightning_module_state_dict(self) -> StateDict:
         if self._attached is not None and not self._failed:
             self.engine.announce_collective("trainer.save_checkpoint, which all ranks call together")
         elif not self._failed:  # after training nothing else finds out who is missing
@@ -110,7 +110,7 @@ class ReducingStrategy(ShardedStrategy):
                 ) from error
         return super().lightning_module_state_dict()
 
-    def optimizer_state(self, optimizer: Optimizer) -> State:
+    def optimizer_state(self, optimizer: Optimizer) -> StateDict:
         if self._failed:  # schedulers may have stepped on some ranks alone; those of rank 0 are saved
             for group in optimizer.param_groups:
                 settings = {name: value for name, value in group.items() if name != "params"}
@@ -118,7 +118,7 @@ class ReducingStrategy(ShardedStrategy):
         return super().optimizer_state(optimizer)
 
     def save_checkpoint(
-        self, checkpoint: State, filepath: str | Path, storage_options: object = None
+        self, checkpoint: StateDict, filepath: str | Path, storage_options: object = None
     ) -> None:
         if self._failed and self._training is not None:
             # A rank that raises between the meeting of a step and the end of its optimizer leaves the others a step

@@ -315,6 +315,10 @@ class Training(Door):
         if settles:
             self.settle()
 
+    def leaves_parts(self) -> bool:
+        """Whether the backward pass that has ended leaves nothing in the gradients yet, since others follow."""
+        return self.engine.drops_outside and self._strategy.is_whole and not self.engine.settled
+
     def loss_divisor(self) -> float:
         """What the losses of this step are divided by; see Note [Weights under fp16]."""
         if not self._fp16 or not self.engine.ledger.is_weighted:

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_odc import _compat
 from lightning_odc.samples.content import tensors_of
 from lightning_odc.trial.chance import CONSTANTS, DROPOUTS, calmed
+from lightning_odc.trial.collectives import module_of
 
 #: Code that moves bytes and must find them as they are, as registered operators do that it calls.
 _UNTOUCHED_CODE = ("torch.distributed.", "lightning_odc.engine.")
@@ -66,9 +67,8 @@ class WithoutChance(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         frame: Any = sys._getframe(1)
-        while frame.f_globals.get("__name__") in _DISPATCHING:
+        while (caller := module_of(frame)) in _DISPATCHING:
             frame = frame.f_back
-        caller = str(frame.f_globals.get("__name__"))
         if func is Tensor.to and caller == _compat.CASTS_INPUTS and args[0].dtype is torch.float64:
             return args[0]  # what a unit gets or returns, which mixed precision would narrow
         if type(func).__module__ == "torch._ops" or caller.startswith(_UNTOUCHED_CODE):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -39,19 +40,16 @@ class CollectiveListener(_compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.heard and func.namespace in ("c10d", "_c10d_functional"):
-            frames = [*_frames(sys._getframe(1))]
-            if not any(_module_of(frame).startswith(_MOVERS) for frame in frames):
+            frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+            if not any(module_of(frame).startswith(_MOVERS) for frame in frames):
                 self.heard = _line_of(frames)
-        self._keep(_compat.written_by(func, args))
-        return func(*args, **(kwargs or {}))
-
-    def _keep(self, written: list[Any]) -> None:
-        for _, tensor in tensors_of(written):
+        for _, tensor in tensors_of(_compat.written_by(func, args)):
             if type(tensor) not in (Tensor, nn.Parameter):
                 continue
             parameter = self._watched.get(tensor.untyped_storage().data_ptr())
             if parameter is not None and parameter not in self.kept:
                 self.kept[parameter] = parameter.detach().clone()
+        return func(*args, **(kwargs or {}))
 
     def put_back(self) -> bool:
         """Let parameters be what they were; returns whether they had changed."""
@@ -67,20 +65,15 @@ _MOVERS = ("torch.distributed.fsdp.", "torch.distributed.tensor.", "lightning_od
 _NOT_OF_USERS = {*LIBRARIES, *sys.stdlib_module_names} - {"__main__"}
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _module_of(frame: FrameType) -> str:
+def module_of(frame: FrameType) -> str:
+    """The name of the module that runs."""
     return str(frame.f_globals.get("__name__"))
 
 
 def _line_of(frames: Iterable[FrameType]) -> str:
     """The innermost line that is not of a library which every user has."""
     for frame in frames:
-        if _module_of(frame).split(".")[0] not in _NOT_OF_USERS:
+        if module_of(frame).split(".")[0] not in _NOT_OF_USERS:
             file = frame.f_code.co_filename
             code = linecache.getline(file, frame.f_lineno).strip()
             return f"{file}:{frame.f_lineno}: `{code}`"

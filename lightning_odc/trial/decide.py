@@ -47,6 +47,9 @@ _CLASSES = 16
 #: The same for the ends of a padded table.
 _PADS = 3
 
+Ignored = list[float | None]
+"""Entries of a tensor that a loss may ignore; ``None``: the tensor may be summed."""
+
 Counts = Mapping[Rule, float]
 """What samples count, by rule."""
 
@@ -214,14 +217,14 @@ def rules_of(batch: Any) -> list[Rule]:
     return rules
 
 
-def _ignored_in(tensor: Tensor) -> list[float | None]:
+def _ignored_in(tensor: Tensor) -> Ignored:
     """The entries of a tensor that may be ignored ones; ``None``: it may be summed."""
     if tensor.is_floating_point():
-        ignored: list[float | None] = [0, None]
+        ignored: Ignored = [0, None]
         if not tensor.isfinite().all():
             ignored.append(math.inf)
         return ignored
-    common: list[float | None] = [*_common(tensor[..., [0, -1]], _PADS)]
+    common: Ignored = [*_common(tensor[..., [0, -1]], _PADS)]
     if tensor.dim() == 1:
         common = [*_common(tensor, _CLASSES), None]
     return list(dict.fromkeys([IGNORE_INDEX, -1, 0, *common]))

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, wrap
 from torch.distributed.tensor import DTensor
 
+from lightning_odc.sharding.checkpoints import load_optimizer
 from tests.strategy.test_optimizers import OnRows
 from tests.support.modules import full_parameters, loader, token_batches, trainer
 from tests.support.ranks import Teams, on_ranks
@@ -276,6 +277,20 @@ def test_what_a_sharded_checkpoint_is_made_of(folder):
     rest = torch.load(path / "meta.pt", weights_only=True)
     assert "pytorch-lightning_version" in rest
     assert not {"state_dict", "optimizer_states"} & set(rest)
+
+
+def test_states_by_name_go_to_parameters_of_that_name_in_any_order():
+    model = torch.nn.Linear(3, 3)
+    reverse = torch.optim.SGD([model.bias, model.weight], lr=0.1, momentum=0.9)
+    buffers = {name: torch.full_like(value, 7.0) for name, value in model.named_parameters()}
+    saved = {
+        "state": {name: {"momentum_buffer": buffer} for name, buffer in buffers.items()},
+        "param_groups": [{"lr": 0.2, "momentum": 0.9, "params": ["weight", "bias"]}],
+    }
+    load_optimizer(saved, reverse, model)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(reverse.state[parameter]["momentum_buffer"], buffers[name])
+    assert reverse.param_groups[0]["lr"] == 0.2
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------

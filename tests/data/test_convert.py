@@ -55,6 +55,13 @@ def test_what_is_taken_over():
     assert balanced_from(balanced, balance="lb_micro") is balanced
 
 
+def test_hooks_read_options_of_the_loader_that_was_written():
+    balanced: Any = convert(num_workers=1, batch_size=3, drop_last=True)
+    assert (balanced.batch_size, balanced.num_workers, balanced.drop_last) == (3, 1, True)
+    assert balanced.collate_fn is list
+    assert not balanced.pin_memory
+
+
 def test_a_stream_needs_a_window():
     dataset = Sized([3, 4, 5])
     with pytest.raises(ValueError, match="window=1, "):

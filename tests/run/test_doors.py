@@ -1,4 +1,4 @@
-"""One list of cases through every door: Lightning's ``Trainer``, Hugging Face's, and a loop with ``attach``.
+"""One list of cases through every door: Lightning's ``Trainer`` and ``Fabric``, Hugging Face's, a loop with ``attach``.
 
 The parameters are those of one process in plain torch, and the words are the same but for the names of the doors. The
 tolerance of parity is derived in ``tests/support/fits.py``.
@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_odc import BalancedDataLoader, attach
+from lightning_odc.fabric import ODCFabricStrategy
 from tests.strategy.test_falling_back import no_room
 from tests.support import fits
 from tests.support.fits import assert_same
@@ -176,6 +178,22 @@ def hugging_face(rank: int, model: Model, case: Case, epochs: int, folder: str) 
     return Trained(full_parameters(trainer.model), stolen=trainer.stolen)
 
 
+def loader_for(case: Case, communication: str) -> BalancedDataLoader:
+    policy = case.policy
+    if policy == "auto":
+        policy = "lb_mini"
+    if communication == "collective":
+        policy = "lb_micro"
+    return BalancedDataLoader(
+        samples(),
+        minibatch_size=4,
+        collate_fn=padded,
+        max_tokens=case.max_tokens,
+        weighting="label",
+        balance=policy,
+    )
+
+
 def attached(rank: int, model: Model, case: Case, epochs: int, folder: str) -> Trained:
     init_gloo(rank)
     for block in model.blocks:
@@ -183,20 +201,7 @@ def attached(rank: int, model: Model, case: Case, epochs: int, folder: str) -> T
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with attach(model, **{"communication": "auto", **case.options}) as odc:
-        if case.policy == "auto":
-            policy = "lb_mini"
-        else:
-            policy = case.policy
-        if odc.communication == "collective":
-            policy = "lb_micro"
-        loader = BalancedDataLoader(
-            samples(),
-            minibatch_size=4,
-            collate_fn=padded,
-            max_tokens=case.max_tokens,
-            weighting="label",
-            balance=policy,
-        )
+        loader = loader_for(case, odc.communication)
         for _ in range(epochs):
             for minibatch in loader:
                 odc.run(minibatch, lambda batch: model(**batch)["loss"])
@@ -206,7 +211,29 @@ def attached(rank: int, model: Model, case: Case, epochs: int, folder: str) -> T
     return Trained(full_parameters(model), stolen=stolen)
 
 
-DOORS = {"ODCStrategy": lightning, "Balanced": hugging_face, "attach": attached}
+def in_fabric(rank: int, model: Model, case: Case, epochs: int, folder: str) -> Trained:
+    fabric = Fabric(strategy=ODCFabricStrategy(**case.options), accelerator="cpu", devices=2)  # whole
+    fabric.launch()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=LR))
+    strategy = fabric.strategy
+    loader = loader_for(case, strategy.communication)
+    for _ in range(epochs):
+        for minibatch in loader:
+            strategy.run(fabric, minibatch, lambda batch: model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+    stolen = getattr(strategy.attached.engine, "stolen", 0)
+    parameters = full_parameters(model.module)
+    strategy.teardown()
+    return Trained(parameters, stolen=stolen)
+
+
+DOORS = {
+    "ODCStrategy": lightning,
+    "Balanced": hugging_face,
+    "attach": attached,
+    "ODCFabricStrategy": in_fabric,
+}
 
 
 def nothing(*_: Any) -> None:

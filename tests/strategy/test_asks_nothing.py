@@ -1,4 +1,7 @@
-"""Handing over a training loader makes no plan, lets no rank wait, and reads one sample: it may be a `Minibatch`."""
+"""Handing over a training loader makes no plan, lets no rank wait, and reads one sample: it may be a `Minibatch`.
+
+Of a stream it reads eight more, and ranks compare them: each may have a stream of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import Planner
@@ -35,17 +38,31 @@ class KnowsLengths(Dataset[Tensor]):
         return torch.arange(1, LENGTHS[index] + 1)
 
 
+class Streams(IterableDataset[Tensor]):
+    def __init__(self) -> None:
+        self.reads: list[int] = []  # copies of the data set share it
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for length in LENGTHS * 3:
+            self.reads.append(length)
+            yield torch.arange(1, length + 1)
+
+
 @contextmanager
-def nothing_answers(engine: Engine, data: KnowsLengths) -> Iterator[None]:
+def nothing_answers(engine: Engine, data: KnowsLengths | Streams) -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("it was asked")
 
     before = len(data.reads)
+    most = 1
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Planner, "plan", refuse)
-        patched.setattr(type(engine), "exchange", refuse)
+        if isinstance(data, Streams):
+            most += 8
+        else:
+            patched.setattr(type(engine), "exchange", refuse)
         yield
-    assert len(data.reads) <= before + 1
+    assert len(data.reads) <= before + most
 
 
 class Checks(ODCStrategy):
@@ -70,3 +87,13 @@ def test_the_loader_comes_although_nothing_answers(rank, communication, options)
     assert fitter.global_step == 2 * 2
     if rank == 0:
         assert "Expected" in text.getvalue()
+
+
+@on_ranks(2)
+def test_of_a_stream_nine_samples_are_read(rank):
+    data = Streams()
+    strategy = Checks(hang_report_after=None)
+    fitter = trainer(2, strategy=strategy, max_epochs=1)
+    fitter.fit(Padded(), DataLoader(data, batch_size=2, collate_fn=pad))
+    assert isinstance(fitter.train_dataloader, BalancedDataLoader)
+    assert fitter.global_step == 3 * len(LENGTHS) / (2 * 2)

@@ -293,12 +293,12 @@ MANUAL: dict[str, Callable[[], Any]] = {
 CLIPPED = ("clips by hand", "in two passes", "emptied between", "by autograd")
 
 
-def reference(module: Any, accumulated: int = 1, clip: float = float("inf")) -> Parameters:
+def reference(module: Any, accumulated: int = 1, clip: float = float("inf"), **options: Any) -> Parameters:
     """One process on the batches of both ranks."""
     by_batch = [list(pair) for pair in zip(*BATCHES, strict=True)]
     starts = range(0, len(by_batch), accumulated)
     steps = [[*itertools.chain.from_iterable(by_batch[at : at + accumulated])] for at in starts]
-    return one_process(module, steps, clip)
+    return one_process(module, steps, clip, **options)
 
 
 @on_ranks(2)
@@ -451,11 +451,21 @@ class LooksAtGradients(Sgd):
 
 
 @on_ranks(2)
-def test_gradients_are_complete_in_on_after_backward(rank):
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_gradients_are_complete_in_on_after_backward(rank, accumulated):
     module = LooksAtGradients()
-    fit(module, BATCHES[rank], **WHOLE)
+    fit(module, BATCHES[rank], accumulate_grad_batches=accumulated, **WHOLE)
     norms: list[float] = []
-    one_process(Sgd(), [list(pair) for pair in zip(*BATCHES, strict=True)], norms=norms)
+    reference(Sgd(), accumulated, norms=norms)
+    assert module.seen == pytest.approx(norms, rel=1e-5)
+
+
+@on_ranks(2)
+def test_on_after_backward_is_called_once_for_all_microbatches(rank):
+    module = LooksAtGradients()
+    fit(module, shares(rank, (5, 1)), **WHOLE)
+    norms: list[float] = []
+    one_process(Sgd(), steps_of(), norms=norms)
     assert module.seen == pytest.approx(norms, rel=1e-5)
 
 

@@ -35,6 +35,7 @@ from lightning_odc.callbacks.idle.summary import IdleCause, StepNumbers
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, Passage
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.unit_calls import tensors_in
+from lightning_odc.engine.units import fsdp_modules
 from lightning_odc.protocol.sample_group import SampleGroup
 from lightning_odc.protocol.tracing import Tracer
 from lightning_odc.protocol.waiting import Cause
@@ -337,9 +338,7 @@ class ShardedWatch(Watch):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(complete=True)
         self._originals: list[tuple[FSDPModule, Any, Any]] = []
-        for module in model.modules():
-            if not isinstance(module, FSDPModule):
-                continue
+        for module in fsdp_modules(model):
             comms = _compat.comms_of(module)
             if comms is None:
                 self.complete = False

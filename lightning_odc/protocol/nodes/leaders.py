@@ -27,16 +27,16 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed
 
-from lightning_odc.background import Background
+from lightning_odc.background import Background, Job
 from lightning_odc.errors import PeerFailedError
 from lightning_odc.protocol.nodes.column import Layout
-from lightning_odc.protocol.transports.base import Rendezvous
+from lightning_odc.protocol.transports.base import Ready, Rendezvous
+from lightning_odc.protocol.waiting import Describe
 
 #: Bytes of one message. A store refuses more than 8 MiB.
 MOST_BYTES = 4 * 2**20
@@ -72,7 +72,7 @@ class Leaders:
         main_address: str,  # of the host that keeps it
         silence: float,  # seconds without any sign of a host after which it counts as cut off
     ) -> None:
-        self.of_node: Callable[[], str] = str  # what has happened to this rank's node; empty if all is well
+        self.of_node: Describe = str  # what has happened to this rank's node; empty if all is well
         self.look_every = max(min(_LOOK_EVERY, silence / 8), 8 * layout.world_size / _REQUESTS)
         self._layout = layout
         self._rendezvous = rendezvous
@@ -100,7 +100,7 @@ class Leaders:
             "nodes", self.close, idle=self._hear, every=self.look_every, end=self._leave
         )
 
-    def begin(self, job: Callable[[], None]) -> None:
+    def begin(self, job: Job) -> None:
         """Let the thread do something, behind what it was given before."""
         assert self._thread is not None
         self._thread.do(job)
@@ -126,14 +126,16 @@ class Leaders:
 
     def trouble(self) -> str:
         """Who failed on other nodes, or cannot be reached, and why; empty if all is well."""
+        if self._thread is None:
+            return self._trouble
         looked = self._looked
-        error = None if self._thread is None else self._thread.error
+        error = self._thread.error
         if error is not None and not isinstance(error, PeerFailedError):
             self._trouble = self._trouble or (
                 f"The store by which ranks find each other, on {self._main_address}, has ended: rank 0, or the agent "
                 f"of its launcher, was killed or has crashed.\n{error}"
             )
-        if self._thread is not None and time.monotonic() - looked > self._silence:
+        if time.monotonic() - looked > self._silence:
             time.sleep(self.look_every)  # it may be this process that was asleep
             if self._looked == looked:
                 self._trouble = self._trouble or (
@@ -162,7 +164,7 @@ class Leaders:
         if self._layout.leads and not self._trouble:
             self._come(b"")
 
-    def until(self, ready: Callable[[], bool]) -> None:
+    def until(self, ready: Ready) -> None:
         """Wait for something to be true, and look for news."""
         begin = time.monotonic()
         while not ready():

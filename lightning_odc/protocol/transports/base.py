@@ -29,6 +29,15 @@ from torch import Tensor
 #: Gives every rank's object to every rank, in rank order; all ranks must call it together.
 Rendezvous = Callable[[Any], list[Any]]
 
+#: Whether something that is waited for is there.
+Ready = Callable[[], bool]
+#: Reads a control word.
+ReadWord = Callable[[], int]
+#: The dtype of sums of gradients; by default fp32, or wider if the parameters are.
+SumDtype = torch.dtype | None
+#: Begin and end of elements in a row.
+Run = tuple[int, int]
+
 _ALIGNMENT = 4096
 _LENGTH_BYTES = 8  # before every message
 
@@ -43,7 +52,7 @@ class UnitSpec:
     grad_numel: int  # elements of one rank's padded gradient shard; 0 for a unit without trainable parameters
     grad_dtype: torch.dtype  # of the accumulators
     # Begin and end of what every optimizer step changes in a shard.
-    grad_ranges: tuple[tuple[int, int], ...] = ()
+    grad_ranges: tuple[Run, ...] = ()
 
     @property
     def shard_bytes(self) -> int:
@@ -126,9 +135,9 @@ class Segment:
     numel: int
 
 
-def joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def joined(parts: Iterable[Run]) -> list[Run]:
     """Runs without overlap: ``(0, 6), (4, 6), (6, 7), (9, 12)`` become ``(0, 7), (9, 12)``."""
-    runs: list[tuple[int, int]] = []
+    runs: list[Run] = []
     for begin, end in sorted(parts):
         if runs and begin <= runs[-1][1]:
             begin, before = runs.pop()
@@ -137,7 +146,7 @@ def joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return runs
 
 
-def packed(parts: Iterable[tuple[int, int]]) -> list[Segment]:
+def packed(parts: Iterable[Run]) -> list[Segment]:
     """Where parts of an accumulator lie in a chunk: ``(0, 4), (6, 9)`` are ``(0, 0, 4), (6, 4, 3)``."""
     segments = []
     source = 0
@@ -245,7 +254,7 @@ class Transport(ABC):
         """A context in which work of the device goes to another stream, behind what was asked of the current one."""
         return nullcontext()
 
-    def drain(self) -> Callable[[], bool]:
+    def drain(self) -> Ready:
         """An object that tells whether all reads, adds and writes that this rank has requested so far are done."""
         return lambda: True
 
@@ -260,7 +269,7 @@ class Transport(ABC):
             word: The number of a control word.
         """
 
-    def watch(self, owner: int, word: int) -> Callable[[], int]:
+    def watch(self, owner: int, word: int) -> ReadWord:
         """`load` of one word, prepared for frequent reads; valid until `close`.
 
         Args:

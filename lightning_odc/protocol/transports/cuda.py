@@ -15,21 +15,21 @@ import ctypes
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_odc import _compat
-from lightning_odc.background import Background
+from lightning_odc.background import Background, Job
 from lightning_odc.errors import WindowError
 from lightning_odc.protocol.transports import preflight
-from lightning_odc.protocol.transports.base import Rendezvous, UnitSpec, WindowSpec
+from lightning_odc.protocol.transports.base import Ready, Rendezvous, UnitSpec, WindowSpec
 from lightning_odc.protocol.transports.preflight import DeviceFacts
 from lightning_odc.protocol.transports.shared_memory import SharedMemoryTransport
 
@@ -64,7 +64,7 @@ class CudaTransport(SharedMemoryTransport):
         self._announcer: Announcer | None = None
         self._facts: list[DeviceFacts] = []
         self._first_sums: list[int] = []  # by unit, the byte of every window at which its accumulators begin
-        self._streams: set[Hashable] = set()
+        self._streams: set[torch.cuda.Stream] = set()
 
     def why_not_shared(self, units: Sequence[UnitSpec]) -> str:
         summed = [unit for unit in units if unit.grad_numel]
@@ -128,7 +128,7 @@ class CudaTransport(SharedMemoryTransport):
     def on_another_stream(self) -> AbstractContextManager[None]:
         return self._device.on_another_stream()
 
-    def drain(self) -> Callable[[], bool]:
+    def drain(self) -> Ready:
         if self._announcer is not None:
             self._announcer.check()
         while self._streams:
@@ -143,7 +143,7 @@ class CudaTransport(SharedMemoryTransport):
 class Announcer:
     """A thread that writes words, in order, when the device has done what they announce; see the Note above."""
 
-    def __init__(self, store: Callable[[int, int], None], enter_thread: Callable[[], None]) -> None:
+    def __init__(self, store: Callable[[int, int], None], enter_thread: Job) -> None:
         self._store = store
         self._thread = Background("announcer", self.stop, begin=enter_thread)
 
@@ -274,25 +274,25 @@ class SymmetricDevice:
         # Else a new thread may make a context on the first GPU, with its memory.
         torch.cuda.set_device(self._device)
 
-    def stream(self) -> Hashable:
+    def stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
     @contextmanager
     def on_another_stream(self) -> Iterator[None]:
         """A context with a stream of high priority, as those of ``fully_shard``, behind the current one."""
         stream = torch.cuda.Stream(self._device, priority=-1)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_stream(self.stream())
         with torch.cuda.stream(stream):
             yield
 
-    def wait_for(self, stream: Hashable) -> None:
+    def wait_for(self, stream: torch.cuda.Stream) -> None:
         """Let the current stream wait for all work on ``stream`` so far."""
-        torch.cuda.current_stream(self._device).wait_stream(cast(torch.cuda.Stream, stream))
+        self.stream().wait_stream(stream)
 
     def mark(self) -> torch.cuda.Event:
         """A mark after all work on the current stream so far."""
         event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self.stream())
         return event
 
     def copy(self, target: Tensor, source: Tensor) -> None:

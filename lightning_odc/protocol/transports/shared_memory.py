@@ -14,12 +14,12 @@ import fcntl
 import mmap
 import os
 import secrets
-import select
 import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import connection
 from typing import TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from lightning_odc import host_memory
 from lightning_odc.errors import WindowError
 from lightning_odc.host_memory import gib
 from lightning_odc.protocol.transports import host
-from lightning_odc.protocol.transports.base import Rendezvous, Transport, WindowSpec
+from lightning_odc.protocol.transports.base import ReadWord, Rendezvous, Transport, WindowSpec
 
 #: Bytes before the window's own layout begins.
 HEADER_BYTES = 4096
@@ -246,7 +246,7 @@ class SharedMemoryTransport(Transport):
             self._fence()
         return value
 
-    def watch(self, owner: int, word: int) -> Callable[[], int]:
+    def watch(self, owner: int, word: int) -> ReadWord:
         if self._fence is not None:
             return super().watch(owner, word)
         return partial(self._windows[owner].words.__getitem__, word)
@@ -273,11 +273,8 @@ class SharedMemoryTransport(Transport):
         return bytes(memory[begin : begin + length])
 
     def dead_peers(self) -> list[int]:
-        poll = select.poll()  # unlike select, it takes descriptors above 1023
-        peers = {fd: peer for peer, fd in self._pidfds.items()}
-        for fd in peers:
-            poll.register(fd, select.POLLIN)
-        return sorted(peers[fd] for fd, _ in poll.poll(0))
+        ended = connection.wait(self._pidfds.values(), 0)  # takes descriptors above 1023
+        return [peer for peer, fd in self._pidfds.items() if fd in ended]
 
     def how_ended(self, peer: int) -> str:
         return host.how_ended(self._addresses[peer].pid, self._pidfds[peer])

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_odc import _compat
 from lightning_odc.attached import Attached, attach_or_go_without, destroy_groups_at_exit
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.comm import fsdp_modules
+from lightning_odc.engine.units import fsdp_modules
 from lightning_odc.errors import WindowError
 from lightning_odc.protocol.roll_call import RollCall
 from lightning_odc.protocol.transports import check_device

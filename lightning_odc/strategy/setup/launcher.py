@@ -33,7 +33,8 @@ from torch.multiprocessing import (  # type: ignore[attr-defined]  # they are no
 
 from lightning_odc import _compat_lightning, host_memory
 from lightning_odc.errors import PeerFailedError
-from lightning_odc.sharding.checkpoints import State, model_state
+from lightning_odc.sharding.checkpoints import model_state
+from lightning_odc.sharding.optimizers import StateDict
 from lightning_odc.strategy.setup.starting import LightningStrategy
 
 #: Seconds that ranks have to end by themselves after one has failed, and again after they were told to.
@@ -51,10 +52,10 @@ class Outcome(NamedTuple):
 
     result: object
     state: TrainerState
-    progress: State
-    metrics: dict[str, State]  # by the name of the trainer's attribute
-    callbacks: dict[str, State]
-    weights: State  # that were trained
+    progress: StateDict
+    metrics: dict[str, StateDict]  # by the name of the trainer's attribute
+    callbacks: dict[str, StateDict]
+    weights: StateDict  # that were trained
 
 
 class ForkLauncher(_compat_lightning.Launcher):

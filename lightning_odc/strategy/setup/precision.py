@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from lightning_odc import _compat_lightning
 from lightning_odc.engine.unit_calls import tensors_in
 from lightning_odc.engine.values import parameters_and_buffers
-from lightning_odc.sharding.checkpoints import State
+from lightning_odc.sharding.optimizers import StateDict
 from lightning_odc.sharding.stepping import clip
 from lightning_odc.sharding.wrapping import precision_policy
 
@@ -106,6 +106,9 @@ class TrainingSteps(Protocol):
 
     def settle(self) -> None:
         """Complete the gradients."""
+
+    def leaves_parts(self) -> bool:
+        """Whether the backward pass that has ended leaves nothing in the gradients yet."""
 
 
 #: By the first part of a precision. `None`: the dtype of the parameters.
@@ -208,6 +211,11 @@ class ODCPrecision(FSDPPrecision):
         with context:
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self.training is not None and self.training.leaves_parts():
+            return tensor.detach()  # `on_after_backward` is called once, and finds gradients
+        return super().post_backward(tensor, module)
+
     def clip_gradients(
         self,
         optimizer: Optimizer,
@@ -228,13 +236,13 @@ class ODCPrecision(FSDPPrecision):
         """Clip by the norm over all ranks: sharded gradients know that they are parts of a whole."""
         self.gradient_norm = clip(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         state = super().state_dict()
         if self.weight_unit is not None:
             state[_WEIGHT_UNIT] = self.weight_unit
         return state
 
-    def load_state_dict(self, state_dict: State) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         scaling = dict(state_dict)
         self.weight_unit = scaling.pop(_WEIGHT_UNIT, None)
         if scaling:  # not after `16-true`, which scales nothing

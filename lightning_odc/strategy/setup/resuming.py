@@ -18,13 +18,13 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_odc.data.position import Position
-from lightning_odc.sharding.checkpoints import State
+from lightning_odc.sharding.optimizers import StateDict
 
 #: Where a checkpoint has the place of a balanced loader: Lightning's own place for it ends other strategies.
 _PLACE = "odc_loader"
 
 
-def keep_place_apart(checkpoint: State) -> None:
+def keep_place_apart(checkpoint: StateDict) -> None:
     """Let other strategies load a checkpoint of the middle of an epoch, too: their loaders have no such state."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     places = loop.get("combined_loader", [])
@@ -32,7 +32,7 @@ def keep_place_apart(checkpoint: State) -> None:
         checkpoint[_PLACE] = loop.pop("combined_loader")
 
 
-def put_place_back(checkpoint: State) -> bool:
+def put_place_back(checkpoint: StateDict) -> bool:
     """Let Lightning load the place of a balanced loader; returns whether there is one."""
     keep_place_apart(checkpoint)
     places = checkpoint.pop(_PLACE, [])
@@ -41,7 +41,7 @@ def put_place_back(checkpoint: State) -> bool:
     return bool(places)
 
 
-def agree_with_loader(checkpoint: State) -> bool:
+def agree_with_loader(checkpoint: StateDict) -> bool:
     """Let the loops be where the loader of their checkpoint is; returns whether schedulers have a step to make up for.
 
     The checkpoint has the place of a balanced loader: see `put_place_back`.
@@ -106,7 +106,7 @@ def _set(progress: dict[str, int], count: int) -> None:
         progress[name] = count
 
 
-def _raised_in_scheduler(loops: State, checkpoint: State) -> bool:
+def _raised_in_scheduler(loops: StateDict, checkpoint: StateDict) -> bool:
     """Whether `lr_scheduler_step` has raised before the scheduler stepped."""
     steps = loops["epoch_loop.scheduler_progress"]["total"]
     if steps["ready"] == steps["completed"]:

@@ -29,12 +29,19 @@ from torch.optim import Optimizer
 from lightning_odc import _compat_lightning
 from lightning_odc.data.convert import only
 from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.engine.units import fsdp_modules
 from lightning_odc.engine.values import give_first_values, parameters_and_buffers, send_values
 from lightning_odc.sharding import checkpoints, nodes
-from lightning_odc.sharding.checkpoints import State, WholeCheckpointIO
+from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT
 from lightning_odc.sharding.initialize import Unfilled, materialize
-from lightning_odc.sharding.optimizers import ParameterNames, make_states_whole, put_in_place, regroup
+from lightning_odc.sharding.optimizers import (
+    ParameterNames,
+    StateDict,
+    assembled,
+    put_in_place,
+    regroup,
+)
 from lightning_odc.sharding.way_back import make_whole, unwrap
 from lightning_odc.sharding.wrapping import (
     HowToShard,
@@ -250,7 +257,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def _give_first_values(self, model: nn.Module) -> None:
         if self._module.trainer.state.fn != TrainerFn.FITTING:
             return
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
+        if fsdp_modules(model):
             # `configure_model` has sharded these, and each rank has kept a part of its own values.
             send_values(parameters_and_buffers(model), self.root_device)
             return
@@ -291,7 +298,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         for optimizer in self.optimizers:
             put_in_place(optimizer, parameters)
             if fits:
-                make_states_whole(optimizer)
+                for parameter, state in optimizer.state.items():
+                    optimizer.state[parameter] = assembled(state)
         if self.root_device != host:
             self.model.to(host)
         self._names = ParameterNames()
@@ -309,7 +317,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     @torch.no_grad()
     def _setup_averages(self, trainer: Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
-        averages = [] if self.is_whole else checkpoints.averages(trainer)
+        # In the same way: every rank averages, swaps in and out its own shards.
+        averages = [] if self.is_whole else _compat_lightning.averaged_models(trainer)
         if averages and not self._full:
             raise ValueError(
                 "WeightAveraging callbacks put two models into a checkpoint, and a sharded one has room for one. Use "
@@ -362,19 +371,19 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def _full(self) -> bool:
         return self.state_dict_type == "full"
 
-    def lightning_module_state_dict(self) -> State:
+    def lightning_module_state_dict(self) -> StateDict:
         if self.is_whole:
             return self._module.state_dict()
         with self._ordinary_tensors():
             return checkpoints.model_state(self._module, self._full)
 
-    def optimizer_state(self, optimizer: Optimizer) -> State:
+    def optimizer_state(self, optimizer: Optimizer) -> StateDict:
         if self.is_whole:
             return Strategy.optimizer_state(self, optimizer)
         return checkpoints.optimizer_state(self.model, optimizer, self._full)
 
     def save_checkpoint(
-        self, checkpoint: State, filepath: str | Path, storage_options: object = None
+        self, checkpoint: StateDict, filepath: str | Path, storage_options: object = None
     ) -> None:
         if storage_options is not None and not self._full:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
@@ -382,7 +391,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         checkpoints.keep_savable(checkpoint, self._owners)
         keep_place_apart(checkpoint)
         if self._full:
-            checkpoint = checkpoints.assembled(checkpoint)
+            checkpoint = assembled(checkpoint)  # averages
         checkpoints.make_room(path, self._full, self.is_global_zero, self.barrier)
         failure = None
         try:
@@ -409,7 +418,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return True
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> State:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> StateDict:
         """Read a full or a sharded checkpoint; the model's shards, and while training all of it, are loaded at once."""
         if weights_only is None:
             weights_only = _compat_lightning.asked_weights_only(checkpoint_path)
