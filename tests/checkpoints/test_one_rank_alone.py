@@ -17,7 +17,7 @@ from tests.support.modules import TokenModule
 from tests.support.ranks import on_ranks
 from tests.support.tiers import fast
 
-AT_ONCE = timedelta(seconds=20)  # a wait that is not at once fails with another message
+AT_ONCE = timedelta(seconds=60)  # a wait that is not at once fails with another message
 ALL_RANKS = "without `if trainer.is_global_zero:`"
 
 
