@@ -46,17 +46,24 @@ call_as_forward: Callable[..., Any] = _ForwardRedirection()
 FETCH_ACTION = ".train_dataloader_next"
 
 
-def asked_weights_only(path: Any) -> bool | None:
-    """The argument ``weights_only`` of the ``trainer.fit(ckpt_path=path)`` (or ``validate``, ...) that runs now."""
-    # Why: Lightning 2.6 hands it only to strategies that load a checkpoint before the model is sharded.
+def asked_checkpoint() -> tuple[Any, bool | None]:
+    """The arguments ``ckpt_path`` and ``weights_only`` of the ``trainer.fit`` (or ``validate``, ...) that runs now."""
+    # Why: Lightning 2.6 hands the second only to strategies that load a checkpoint before the model is sharded. It says
+    # the first in public when `configure_optimizers` has been called.
     frame = sys._getframe(1)
     run = Trainer._run.__code__
     while frame.f_back is not None and frame.f_code is not run:
         frame = frame.f_back
+    if frame.f_code is not run:
+        return None, None
     arguments = frame.f_locals
-    if frame.f_code is not run or arguments["ckpt_path"] != path:
-        return None
-    return arguments.get("weights_only")  # Lightning 2.5 has no such argument
+    return arguments["ckpt_path"], arguments.get("weights_only")  # Lightning 2.5 has no such argument
+
+
+def asked_weights_only(path: Any) -> bool | None:
+    """The argument ``weights_only`` of `asked_checkpoint`, if this is the path."""
+    asked, weights_only = asked_checkpoint()
+    return weights_only if asked == path else None
 
 
 @contextmanager

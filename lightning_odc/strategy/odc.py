@@ -265,6 +265,7 @@ class ODCStrategy(ReducingStrategy):
         if fitting:
             self._training = self._data.set_up()
             self.precision_plugin.training = self._training
+            self._restore_data(trainer)
             self.setup_optimizers(trainer)
             if reads_shards:
                 refuse_optimizers(self.optimizers)

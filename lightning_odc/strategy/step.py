@@ -349,7 +349,8 @@ class Training(Door):
             self._session.contradict(contradiction, self._module.trainer.global_step)
 
     def end_epoch(self) -> None:
-        """Refuse a first epoch in which hooks of parameters waited for a step that never came; measure others."""
+        """Log what a step has left that no optimizer made. Refuse a first epoch in which hooks waited for a step."""
+        self._log_step()
         # Under automatic optimization, Lightning steps, if there is a batch at all.
         if not self._has_settled and not self._module.automatic_optimization:
             self.engine.reshard()
@@ -370,6 +371,9 @@ class Training(Door):
         self.steps += 1
         self._session.end_step()
         self.engine.publish()
+        self._log_step()
+
+    def _log_step(self) -> None:
         totals = self._step.totals
         self._step = _OptimizerStep()
         if totals:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from tests.support.fits import are_equal, fit
@@ -153,3 +154,52 @@ def test_a_hook_may_change_what_is_loaded(rank: int, tmp_path: Any) -> None:
     evaluated = RenamedByHooks()
     trainer(2).validate(evaluated, loader(batches), ckpt_path=tmp_path / "checkpoint")
     assert are_equal(full_parameters(evaluated), full_parameters(module))
+
+
+class Staged(LightningDataModule):
+    """Its state says which data come next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = [0]
+
+    def train_dataloader(self) -> Any:
+        return loader(token_batches([4, 5], seed=self.stages[-1]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stage": self.stages[-1] + 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.stages.append(state_dict["stage"])
+
+
+class AsksForSteps(TokenModule):
+    """Optimizers need the loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived: list[Tensor] = []
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.arrived.append(batch)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sharding_strategy", ["NO_SHARD", "FULL_SHARD"])
+def test_a_data_module_has_its_state_before_it_makes_loaders(
+    rank: int, sharding_strategy: str, tmp_path: Any
+) -> None:
+    for epoch in range(2):
+        module = AsksForSteps()
+        data = Staged()
+        t = trainer(2, max_epochs=epoch + 1, sharding_strategy=sharding_strategy)
+        path = tmp_path / "last.ckpt" if epoch else None
+        t.fit(module, datamodule=data, ckpt_path=path)
+        expected = token_batches([4, 5], seed=epoch)
+        assert all(torch.equal(*pair) for pair in zip(module.arrived, expected, strict=True))
+        t.save_checkpoint(tmp_path / "last.ckpt")
+    assert data.stages == [0, 1], "once"

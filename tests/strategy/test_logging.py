@@ -77,6 +77,26 @@ def test_values_of_an_epoch_are_those_of_all_ranks(rank, lengths, communication)
         assert "self.log('own'" in text
 
 
+class SkipsLast(TokenModule):
+    """No optimizer makes the second step of an epoch."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer_closure()
+        if batch_idx == 0:
+            optimizer.step()
+
+
+@on_ranks(2)
+def test_values_of_a_step_that_no_optimizer_makes_belong_to_their_epoch(rank):
+    watch = Watch()
+    module = before_step(SkipsLast("items"), log_length)
+    lengths = [[[4, 6], [8]], [[5], [7]]]
+    fit(module, shares_of(lengths, rank), max_epochs=2, callbacks=[watch], sharding_strategy="NO_SHARD")
+    assert [seen["sum_epoch"] for seen in watch.epochs] == [30, 30]
+
+
 class Groups(TokenModule):
     def setup(self, stage: str) -> None:
         groups = [dist.new_group([0, 1]), dist.new_group([2])]

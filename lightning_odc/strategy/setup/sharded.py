@@ -110,6 +110,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self._is_training = False
         self._owes_schedulers = False  # a step that came before a checkpoint
         self._has_place = False  # the checkpoint that was read: that of a balanced loader
+        self._restored = ""  # what has had its state before that checkpoint was read
 
     @property
     def precision_plugin(self) -> ODCPrecision:
@@ -304,6 +305,21 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             self.model.to(host)
         self._names = ParameterNames()
 
+    def _restore_data(self, trainer: Trainer) -> None:
+        """Give a data module its state before `configure_optimizers` may ask for its loaders, as under DDP."""
+        self._restored = ""
+        given, weights_only = _compat_lightning.asked_checkpoint()
+        data: Any = getattr(trainer, "datamodule", None)
+        if given is None or data is None or not is_overridden("load_state_dict", data):
+            return
+        path = checkpoints.location(self.broadcast(given))
+        if isinstance(path, Path) and path.is_file():
+            saved = checkpoints.load(path, self.model, [], True, weights_only, self.checkpoint_io)
+            name = type(data).__qualname__
+            if name in saved:
+                data.load_state_dict(saved[name])
+                self._restored = name
+
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         # Optimizers may have been made before the model was sharded, as in `__init__`.
@@ -432,6 +448,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             if self._is_training:  # else Lightning does it, when hooks and callbacks have seen it
                 self.load_model_state_dict(rest, strict)
                 self.load_optimizer_state_dict(rest)
+            rest.pop(self._restored, None)
             self._has_place = put_place_back(rest)
             self._owes_schedulers = self._has_place and agree_with_loader(rest)
             self.publish_parameters()
