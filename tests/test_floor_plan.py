@@ -22,9 +22,9 @@ FILES = {
 #: The content of every room in nodes of the syntax tree, see `tests/support/content.py`; `""` is the files beside the
 #: rooms. Who adds a feature takes its nodes from somewhere. A room may have 3 % more.
 NODES = {
-    "": 10386,
+    "": 10397,
     "balance": 7760,
-    "callbacks": 9222,
+    "callbacks": 9150,
     "data": 10564,
     "engine": 13045,
     "huggingface": 2788,
@@ -33,11 +33,11 @@ NODES = {
     "run": 5435,
     "samples": 5863,
     "sharding": 6970,
-    "strategy": 17263,
+    "strategy": 17354,
     "trial": 5499,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 112022
+MOST_NODES = 112052
 MOST_NODES_OF_BENCHMARKS = 57135
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "benchmarks": 8.5}
