@@ -219,7 +219,8 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
     def run(self, fabric: Fabric, minibatch: Minibatch, step: Callable[[Any], Any]) -> float | Tensor:
         """Run this rank's microbatches of an optimizer step, forward and backward; then call ``optimizer.step()``.
 
-        What runs out of memory runs again in parts, and all else is as in [`Attached.run`][lightning_odc.Attached].
+        What runs out of memory runs again in parts. All else is as in
+        [`Attached.run`][lightning_odc.attached.Attached.run].
 
         Args:
             fabric: Its ``backward`` runs the backward passes.
