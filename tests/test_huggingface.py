@@ -36,7 +36,6 @@ from tests.strategy.test_models import causal_lm
 from tests.strategy.test_parity import assert_same
 from tests.support.models import full_parameters
 from tests.support.modules import warned
-from tests.support.out_of_memory import TEXT, needs_reset
 
 #: Optimizer steps of 8 samples. The long one fills a rank, and the other rank runs the short ones.
 LENGTHS = [20, 8, 9, 7, 8, 9, 8, 7, 8, 7, 19, 9, 8, 6, 7, 9]
@@ -464,79 +463,6 @@ def test_data_that_cannot_be_planned_trains_with_the_batches_of_trainer(
     assert len(made.counts) == 4
     first, second = of_all_ranks(full_parameters(made.model))
     assert_same(first, second)
-
-
-class HasLittleMemory(TrainerCallback):
-    """A batch of two samples does not fit, in one of both passes."""
-
-    def __init__(self, where: str = "forward") -> None:
-        self._where = where
-        self.ran: list[int] = []  # samples of each forward pass
-
-    def on_train_begin(self, args: Any, *_: Any, model: Any, **__: Any) -> None:
-        model.get_output_embeddings().register_forward_hook(self._look)
-
-    def _look(self, head: Any, args: Any, logits: Tensor) -> None:
-        if torch.is_grad_enabled():  # trials run forward alone
-            self.ran.append(len(logits))
-            if len(logits) > 1 and self._where == "forward":
-                raise torch.OutOfMemoryError(TEXT)
-            args[0].register_hook(self._end)
-
-    def _end(self, gradient: Tensor) -> None:
-        """The head has its gradient, and the blocks have none."""
-        if len(gradient) > 1 and self._where == "backward":
-            raise torch.OutOfMemoryError(TEXT)
-
-
-class CountsSteps(GathersMetrics):
-    """May do in a step what must happen once, as ``GRPOTrainer``."""
-
-    def training_step(self, *args: Any) -> Any:
-        return super().training_step(*args)
-
-
-class BalancedSteps(ODCTrainerMixin, CountsSteps):
-    pass
-
-
-@needs_reset
-@on_ranks(2)
-@pytest.mark.parametrize("fsdp", [True, None], ids=["sharded", "whole"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_batch_of_trainers_own_runs_again_in_parts_with_the_same_gradient(rank, tmp_path, where, fsdp):
-    options = {"max_steps": 2, "accelerator_config": {"dispatch_batches": False}, "fsdp": fsdp}
-    parameters = []
-    memory = HasLittleMemory(where)
-    callbacks = [memory] if rank == 1 else []
-    for own in ([], callbacks):
-        made = Balanced(
-            new_model(),
-            arguments(str(tmp_path), **options),
-            padded,
-            train_dataset=Stream(),
-            callbacks=own,
-        )
-        made.counts = []
-        with warned() as said:
-            made.train()
-        parameters.append(full_parameters(made.model))
-    assert_same(*parameters)
-    assert_same(*of_all_ranks(parameters[1]))
-    assert sum("runs again in parts" in text for text in said) == rank
-    assert memory.ran == [2, 1, 1] * len(made.counts) * rank
-
-
-@on_ranks(2)
-def test_a_step_of_another_class_runs_once(rank, tmp_path):
-    options = {"max_steps": 2, "accelerator_config": {"dispatch_batches": False}}
-    memory = HasLittleMemory()
-    made = BalancedSteps(
-        new_model(), arguments(str(tmp_path), **options), padded, train_dataset=Stream(), callbacks=[memory]
-    )
-    with pytest.raises(torch.OutOfMemoryError):
-        made.train()
-    assert memory.ran == [2]
 
 
 class Killed(TrainerCallback):

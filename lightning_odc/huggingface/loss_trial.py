@@ -94,24 +94,16 @@ def untouched_trainer(trainer: Any) -> Iterator[set[nn.Module]]:
 
 @contextmanager
 def apart(trainer: Any, gather: Callable[[Any], Any] = lambda value: value) -> Iterator[None]:
-    """A microbatch, of which ranks have different numbers."""
+    """TRL gathers metrics in every microbatch, which would hang: ranks have different numbers of them."""
+    accelerator = trainer.accelerator
+    accelerator.gather = accelerator.gather_for_metrics = lambda value, *_, **__: gather(value)
     # Each rank counts its own items: the engine divides by those of all ranks when the step settles.
     averages = trainer.args.average_tokens_across_devices
     trainer.args.average_tokens_across_devices = False
     try:
-        with alone(trainer.accelerator, gather):
-            yield
-    finally:
-        trainer.args.average_tokens_across_devices = averages
-
-
-@contextmanager
-def alone(accelerator: Any, gather: Callable[[Any], Any] = lambda value: value) -> Iterator[None]:
-    """TRL gathers metrics in every microbatch, which would hang: ranks have different numbers of them."""
-    accelerator.gather = accelerator.gather_for_metrics = lambda value, *_, **__: gather(value)
-    try:
         yield
     finally:
+        trainer.args.average_tokens_across_devices = averages
         del accelerator.gather, accelerator.gather_for_metrics
 
 

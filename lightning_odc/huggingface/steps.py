@@ -50,9 +50,6 @@ class TrainerSteps(Door):
         self._trainer = trainer
         self._loss_of = loss_of
         self._backward: Callable[[Tensor], object] | None = None  # of the microbatch at hand
-        self.own: Callable[[Any], Tensor] | None = (
-            None  # the loss of a batch of ``Trainer``'s own, or of a part of it
-        )
 
     def call(self, batch: Any, arrived: Arrived) -> object:
         """A loss arrives where ``Trainer`` goes backward."""
@@ -65,8 +62,6 @@ class TrainerSteps(Door):
 
         accelerator.backward = arrives
         try:
-            if self.own is not None:
-                return self.own(batch)
             with loss_trial.apart(self._trainer):
                 return self._loss_of(batch, 1)
         finally:
