@@ -296,6 +296,8 @@ class Runner:
         verdict = Verdict(Rule("sample"))
         if not can_read:
             verdict = self._rule_of_parts(task.microbatch)
+        if verdict.communicates:  # the others would hear it twice
+            return [], f"run again: its step talks to other ranks ({verdict.communicates})"
         if verdict.rule is None:
             if verdict.reason:
                 return [task], f"be cut: {verdict.reason}"

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
 
 from lightning_odc import BalancedDataLoader, Minibatch
 from lightning_odc.run.attempt import is_out_of_memory
@@ -380,3 +383,35 @@ def test_ranks_of_several_nodes(rank):
     fit(module, mine, 2, on_out_of_memory="skip", num_nodes=2)
     assert bool(module.trips) == (rank == 3)
     assert_steps(module, NODES, {2: 2})
+
+
+class TalksOnce(LightningModule):
+    """Its step talks to other ranks, and memory runs out once, in the first backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        self.heard: list[Tensor] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        values = self.net(batch)
+        mean = values.detach().mean()
+        dist.all_reduce(mean)
+        self.heard.append(mean)
+        if torch.is_grad_enabled() and len(self.heard) == 1:
+            values.register_hook(self._run_out)
+        return (values - mean).square().mean()
+
+    def _run_out(self, _: Tensor) -> None:
+        raise torch.OutOfMemoryError(TEXT)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@on_ranks(1)
+def test_a_step_that_talks_to_other_ranks_does_not_talk_twice(rank):
+    data = DataLoader(torch.ones(4, 4), batch_size=2)
+    error = failure(TalksOnce(), data, world_size=1, balance=None, sharding_strategy="NO_SHARD")
+    assert TEXT in error
+    assert "which cannot run again: its step talks to other ranks (" in error
