@@ -6,6 +6,7 @@ The tolerance of parity is derived in ``tests/support/fits.py``.
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,6 +134,27 @@ def test_a_whole_gradient_is_clipped_when_it_is_complete(rank):
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     with pytest.raises(ODCError, match=r"(?s)had only its own part.*fabric\.strategy\.settle_gradients"):
         optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", [0, 1])
+def test_of_two_models_the_one_that_trains_finds_out_who_is_alone(rank, place):
+    options: dict[str, Any] = {"sharding_strategy": "FULL_SHARD", "timeout": timedelta(seconds=20)}
+    fabrics = [make(ODCFabricStrategy(**options)) for _ in range(2)]
+    models = [fabric.setup(*new_model()) for fabric in fabrics]
+    fabric = fabrics[place]
+    model, optimizer = models[place]
+    run_step(fabric, model, optimizer, own(rank, (5, 1), 0))
+
+    def alone() -> None:
+        if rank == 0:
+            model.module.head.weight.full_tensor()
+        run_step(fabric, model, optimizer, own(rank, (5, 1), 1))
+
+    with pytest.raises(DisagreementError, match=r"without `if trainer\.is_global_zero:`"):
+        alone()
+    for one in fabrics:
+        one.strategy.teardown()
 
 
 @on_ranks(2)

@@ -22,13 +22,13 @@ FILES = {
 #: The content of every room in nodes of the syntax tree, see `tests/support/content.py`; `""` is the files beside the
 #: rooms. Who adds a feature takes its nodes from somewhere. A room may have 3 % more.
 NODES = {
-    "": 10397,
+    "": 10402,
     "balance": 7760,
     "callbacks": 9150,
     "data": 10564,
-    "engine": 13037,
+    "engine": 13058,
     "huggingface": 2558,
-    "protocol": 15264,
+    "protocol": 15275,
     "rl": 1963,
     "run": 5436,
     "samples": 5863,
@@ -37,7 +37,7 @@ NODES = {
     "trial": 5499,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 111815
+MOST_NODES = 111852
 MOST_NODES_OF_BENCHMARKS = 57135
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "benchmarks": 8.5}

@@ -80,7 +80,7 @@ class OnDemandEngine(OverWindows):
             gather = GatherComm(partial(self._gather, unit, window))
             comms.append(gather)
             set_comms(unit.modules, gather, AccumulateComm(partial(self._accumulate, unit, window)))
-        _compat.WatchedMesh.before_collective[self._before_collective] = None
+        self._watch_collectives()
         self._on_close.callback(_compat.WatchedMesh.before_collective.pop, self._before_collective)
         # 5. What looks at passes of the model, with hooks on it, finds everything in its place.
         self.gather_cache.attach(self._units, comms, self._sums, self._free)
@@ -289,6 +289,7 @@ class OnDemandEngine(OverWindows):
             self.settled = False
             self._calls.step_ended()
             self.protocol.next_version()
+            self._watch_collectives()
             self._publish_units()
             windows = self.protocol.windows
             self.gather_cache.plan([window.gathers for window in windows])
@@ -301,6 +302,11 @@ class OnDemandEngine(OverWindows):
 
     def parameters(self, module: nn.Module | None = None) -> NamedTensors:
         yield from stream(self._units, self.protocol, self._names_in(module), self._thread)
+
+    def _watch_collectives(self) -> None:
+        """From now on this engine, not another, meets before a collective over shards."""
+        _compat.WatchedMesh.before_collective.pop(self._before_collective, None)
+        _compat.WatchedMesh.before_collective[self._before_collective] = None
 
     def _before_collective(self) -> None:
         """Meet before a collective over shards. In an optimizer step ranks have met; another thread does not meet."""

@@ -151,7 +151,7 @@ class Peers:
                 "of Lightning batches and optimizer steps."
             )
 
-    def check_not_past(self, *peers: int) -> None:
+    def check_not_past(self, *peers: int, place: str = "") -> None:
         """Find out whether these peers, by default all, can still come to this place. See Note [Who has left]."""
         peers = peers or tuple(self._others)
         self.check_not_left(*peers)
@@ -160,8 +160,9 @@ class Peers:
             if self._transport.load(peer, Word.ENDS) > ended:
                 gone, own = self._job_ranks(peer)
                 raise DisagreementError(
-                    f"Rank {gone} has ended a batch or an epoch in which rank {own} waits for it. Every rank must call "
-                    "the same optimizer steps in the same batches, and leave the loop together with all others."
+                    f"Rank {gone} has ended a batch or an epoch in which rank {own} waits for it{place}. Every rank "
+                    "must call the same optimizer steps in the same batches, and leave the loop together with all "
+                    "others."
                 )
 
     def _job_ranks(self, peer: int) -> tuple[int, int]:

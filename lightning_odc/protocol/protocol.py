@@ -274,7 +274,9 @@ class Protocol(RankState):
         self.transport.post(box, message)
         self.transport.store(Word.MEETING, self._meetings)
         place = f"at synchronization {self._meetings} ({kind})"
-        self.await_all(Word.MEETING, self._meetings, place, lambda _: self.peers.check_not_past())
+        self.await_all(
+            Word.MEETING, self._meetings, place, lambda _: self.peers.check_not_past(place=f" {place}")
+        )
         messages = [self.transport.fetch(peer, box) for peer in range(self.transport.world_size)]
         self.peers.begin(Activity.COMPUTE)
         return messages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +58,18 @@ def test_what_needs_all_ranks_ends_all_of_them_with_the_line_to_write(
     error = failure(on_rank_0(act, hook), token_batches([5, 8], seed=rank), timeout=AT_ONCE)
     assert says in error
     assert "Gave up after" not in error
+
+
+@on_ranks(2)
+def test_a_rank_that_is_past_the_place_is_told_the_line_to_write(rank: int) -> None:
+    """Rank 0 finds out that rank 1 has ended the epoch before rank 1 comes to the next meeting."""
+    act, says = ALONE["parameter"]
+    module = on_rank_0(act, "on_train_epoch_end")
+    module.on_train_end = lambda: time.sleep(1)  # the ranks look 20 times a second
+    error = failure(module, token_batches([5, 8], seed=rank), timeout=AT_ONCE)
+    if rank == 0:
+        assert "Rank 1 has ended a batch or an epoch in which rank 0 waits for it at" in error
+    assert says in error
 
 
 @on_ranks(2)

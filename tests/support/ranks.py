@@ -220,8 +220,13 @@ def _report(error: BaseException, test: str) -> str:
     lines = traceback.format_exception(error)
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == test:
-            values = {name: " ".join(repr(value).split()) for name, value in frame.f_locals.items()}
-            lines += [f"    {name} = {value:.150}\n" for name, value in values.items()]
+            for name, value in frame.f_locals.items():
+                text = " ".join(repr(value).split())
+                if (
+                    len(text) > 800
+                ):  # an error in a variable begins with a traceback, and ends with what it says
+                    text = f"{text[:150]} ... {text[-600:]}"
+                lines.append(f"    {name} = {text}\n")
     return "".join(lines)
 
 
