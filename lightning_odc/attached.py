@@ -299,7 +299,7 @@ class Attached:
             minibatch: What a `BalancedDataLoader` yields, or a `Minibatch` of your own.
             step: Returns the loss of a microbatch: its mean, which the weight of the microbatch multiplies; or
                 ``{"loss": summed_loss, "num_items": n}``.
-            backward: Runs the backward pass of a loss without a dimension; by default ``loss.backward()``.
+            backward: Runs the backward pass of a loss without a dimension.
 
         Returns:
             The sum of this rank's losses, each times its weight.

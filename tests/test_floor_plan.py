@@ -26,18 +26,18 @@ NODES = {
     "balance": 7760,
     "callbacks": 9150,
     "data": 10564,
-    "engine": 13058,
-    "huggingface": 2558,
+    "engine": 13066,
+    "huggingface": 2778,
     "protocol": 15275,
     "rl": 1963,
-    "run": 5436,
+    "run": 5447,
     "samples": 5863,
     "sharding": 6970,
-    "strategy": 17354,
-    "trial": 5499,
+    "strategy": 17379,
+    "trial": 5555,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 111852
+MOST_NODES = 112172
 MOST_NODES_OF_BENCHMARKS = 57135
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "benchmarks": 8.5}

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import Dataset, IterableDataset
 
 from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
+from tests.support.tiers import fast
 
 pytest.importorskip("accelerate")
 
@@ -36,6 +37,7 @@ from tests.strategy.test_models import causal_lm
 from tests.strategy.test_parity import assert_same
 from tests.support.models import full_parameters
 from tests.support.modules import warned
+from tests.support.out_of_memory import TEXT, needs_reset
 
 #: Optimizer steps of 8 samples. The long one fills a rank, and the other rank runs the short ones.
 LENGTHS = [20, 8, 9, 7, 8, 9, 8, 7, 8, 7, 19, 9, 8, 6, 7, 9]
@@ -91,7 +93,11 @@ class GathersMetrics(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-class Balanced(ODCTrainerMixin, GathersMetrics):
+class GathersOwn(ODCTrainerMixin, GathersMetrics):
+    pass
+
+
+class Balanced(GathersOwn):
     """Keeps how many microbatches it has run."""
 
     counts: list[int]
@@ -463,6 +469,88 @@ def test_data_that_cannot_be_planned_trains_with_the_batches_of_trainer(
     assert len(made.counts) == 4
     first, second = of_all_ranks(full_parameters(made.model))
     assert_same(first, second)
+
+
+class HasLittleMemory(TrainerCallback):
+    """A batch of two samples does not fit, in one of both passes."""
+
+    def __init__(self, where: str = "forward") -> None:
+        self._where = where
+        self.ran: list[int] = []  # samples of each forward pass
+
+    def on_train_begin(self, args: Any, *_: Any, model: Any, **__: Any) -> None:
+        model.get_output_embeddings().register_forward_hook(self._look)
+
+    def _look(self, head: Any, args: Any, logits: Tensor) -> None:
+        if torch.is_grad_enabled():  # trials run forward alone
+            self.ran.append(len(logits))
+            if len(logits) > 1 and self._where == "forward":
+                raise torch.OutOfMemoryError(TEXT)
+            args[0].register_hook(self._end)
+
+    def _end(self, gradient: Tensor) -> None:
+        """The head has its gradient, and the blocks have none."""
+        if len(gradient) > 1 and self._where == "backward":
+            raise torch.OutOfMemoryError(TEXT)
+
+
+class CountsSteps(Trainer):
+    """May do in a step what must happen once, as ``GRPOTrainer``."""
+
+    def training_step(self, *args: Any) -> Any:
+        return super().training_step(*args)
+
+
+class BalancedSteps(ODCTrainerMixin, CountsSteps):
+    pass
+
+
+class TalksToNobody(ODCTrainerMixin, Trainer):
+    pass
+
+
+def of_a_stream(kind: Any, folder: Any, *callbacks: TrainerCallback, **options: Any) -> Any:
+    """A trainer of this class that runs the batches of Trainer's own, of two samples each."""
+    args = arguments(str(folder), max_steps=2, accelerator_config={"dispatch_batches": False}, **options)
+    return kind(new_model(), args, padded, train_dataset=Stream(), callbacks=[*callbacks])
+
+
+@needs_reset
+@on_ranks(2)
+@pytest.mark.parametrize("fsdp", [True, None], ids=["sharded", "whole"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_batch_of_trainers_own_runs_again_in_parts_with_the_same_gradient(rank, tmp_path, where, fsdp):
+    memory = HasLittleMemory(where)
+    expected = of_a_stream(TalksToNobody, tmp_path, fsdp=fsdp)
+    expected.train()
+    made = of_a_stream(TalksToNobody, tmp_path, *[memory] * rank, fsdp=fsdp)
+    with warned() as said:
+        made.train()
+    assert_same(full_parameters(expected.model), full_parameters(made.model))
+    assert_same(*of_all_ranks(full_parameters(made.model)))
+    assert sum("runs again in parts" in text for text in said) == rank
+    assert memory.ran[:6] == [2, 1, 1] * 2 * rank
+
+
+def _gathers(rank: int, folder: str, where: str, fsdp: bool | None) -> None:
+    of_a_stream(GathersOwn, folder, *[HasLittleMemory(where)] * rank, fsdp=fsdp).train()
+
+
+@pytest.mark.parametrize("fsdp", [True, None], ids=["sharded", "whole"])
+@pytest.mark.parametrize("where", fast(["forward", "backward"], "backward"))
+def test_a_batch_whose_loss_gathers_gathers_once(tmp_path, where, fsdp):
+    """Rank 1 runs out of memory alone, and nobody would answer a second time."""
+    for one in try_ranks(_gathers, str(tmp_path), where, fsdp, timeout=60):
+        assert re.search(r"its step talks to other ranks \(.*accelerator\.gather_for_metrics", one.error)
+
+
+@on_ranks(2)
+def test_a_step_of_another_class_runs_once(rank, tmp_path):
+    memory = HasLittleMemory()
+    made = of_a_stream(BalancedSteps, tmp_path, memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        made.train()
+    assert memory.ran == [2]
 
 
 class Killed(TrainerCallback):

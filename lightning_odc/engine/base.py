@@ -43,7 +43,7 @@ class Engine(Traced, ABC):
         self.settled = False  # gradients are complete in ``.grad``; what comes next is the optimizer step
         self.backward_done = False  # the backward pass of a microbatch has ended, and what calls it has not
         self.ran_outside = False  # a backward pass has run outside of `backward` in this optimizer step
-        self._runs_minibatch = False  # passes of this optimizer step are not the user's
+        self._takes_gradients = False  # passes of this optimizer step are not the user's
         self._units: list[Unit] = []
         self._late_hooks = LateHooks()
         self._scalars = Scalars()
@@ -112,14 +112,18 @@ class Engine(Traced, ABC):
         self.ledger.is_weighted = True
         if plan is not None:
             self.ledger.plans.append(plan)
-        self._runs_minibatch = True
+        self.take_gradients()
+
+    def take_gradients(self) -> None:
+        """Passes of this optimizer step are not the user's: their gradients do not stay in ``.grad``, or whole."""
+        self._takes_gradients = True
         # Else a pass that breaks off would drop those of the passes before it.
         if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(True)
 
     def _apart(self, manual: bool) -> bool:
         """See Note [Apart or in place]."""
-        return self._runs_minibatch or not manual
+        return self._takes_gradients or not manual
 
     def begin_microbatch(self, index: int) -> None:
         """Record the microbatch, for reports."""
@@ -274,7 +278,7 @@ class Engine(Traced, ABC):
     def _take_ledger(self) -> Ledger:
         ledger, self.ledger = self.ledger, Ledger()
         self.ran_outside = False
-        self._runs_minibatch = False
+        self._takes_gradients = False
         self._batches = 0
         return ledger
 

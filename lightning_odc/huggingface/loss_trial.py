@@ -61,7 +61,7 @@ def trial_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Verdict:
         return loss
 
     with untouched_trainer(trainer) as modules:
-        trial = try_loss(step, samples.batch_of, samples.tokens, modules, trainer.args.device)
+        trial = try_loss(step, samples.batch_of, samples.tokens, modules, trainer.args.device, together=True)
     if not scales or max(scales) - min(scales) > _SCALES_DIFFER * abs(scales[0]):
         reason = trial.reason or "it depends on the number of items, or on other ranks"
         return Verdict(None, reason, communicates=trial.communicates, edits=trial.edits)

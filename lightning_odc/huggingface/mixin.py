@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, SequentialSampler
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from lightning_odc import _compat
 from lightning_odc.arguments import checked
@@ -69,7 +69,8 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         self._until_trained = ExitStack()
         self._trains = False  # all ranks together
         self._session: Session | None = None  # what is decided of the latest training data
-        self._runner: Runner | None = None  # runs their microbatches, during `train`
+        self._steps: TrainerSteps | None = None  # how their microbatches run, during `train`
+        self._runner: Runner | None = None  # runs them
         super().__init__(*args, **kwargs)
         sharding.check(self)
         self.add_callback(_Steps(self))
@@ -195,8 +196,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         assert odc is not None, "training steps are those of `train`"
         ends_step = self.accelerator.sync_gradients
         if not isinstance(inputs, Minibatch):
-            with odc.backward():
-                loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            loss = self._own_batch(model, inputs, num_items_in_batch)
             if ends_step:
                 odc.settle()
             return loss
@@ -219,6 +219,40 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         if runner.contradiction:
             session.contradict(runner.contradiction, self.state.global_step)
         return total
+
+    def _own_batch(self, model: nn.Module, inputs: Any, items: Tensor | None) -> Tensor:
+        """Run a batch as ``Trainer`` does, and again in parts if memory runs out."""
+        step = super().training_step
+        steps = self._steps
+        runner = self._runner
+        assert self.odc is not None
+        assert steps is not None
+        assert runner is not None
+        own_steps = (step, self._prepare_inputs)
+        # Other classes may generate and count in a step, which runs once.
+        if own_steps != (Trainer.training_step.__get__(self), Trainer._prepare_inputs.__get__(self)):
+            with self.odc.backward():
+                loss: Tensor = step(model, inputs, items)
+            return loss
+
+        def loss_of(batch: Any) -> Tensor:
+            attempt = runner.batch.attempt
+            assert attempt is not None
+            divisor = items
+            if attempt.is_split and items is not None:
+                # The weight of a part multiplies its loss, which is divided by the items of the whole.
+                divisor = items * (attempt.task.weight or 1.0)
+            part: Tensor = step(model, copy.copy(batch), divisor)
+            return part
+
+        runner.begin_batch()
+        self.odc.engine.take_gradients()
+        steps.own = loss_of
+        try:
+            runner.run([runner.whole(inputs)])
+        finally:
+            steps.own = None
+        return torch.as_tensor(runner.batch.loss, device=self.args.device)
 
     def _loss_of(self, batch: Any, copies: int) -> Tensor:
         """What ``Trainer`` makes of the loss of a batch, in a step of so many equal batches on this rank."""
@@ -266,9 +300,9 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         assert odc is not None
         assert session is not None
         repeats = bool(self._engine.get("deterministic"))
-        steps = TrainerSteps(self, odc, self._loss_of, self._wording, repeats)
-        self._runner = odc.run_through(steps, seed=self.args.seed)
-        session.begin(steps)
+        self._steps = TrainerSteps(self, odc, self._loss_of, self._wording, repeats)
+        self._runner = odc.run_through(self._steps, seed=self.args.seed)
+        session.begin(self._steps)
 
     def _end_epoch(self) -> None:
         """Log how long ranks have waited in it, and say so after the first one."""

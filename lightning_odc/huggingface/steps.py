@@ -50,6 +50,7 @@ class TrainerSteps(Door):
         self._trainer = trainer
         self._loss_of = loss_of
         self._backward: Callable[[Tensor], object] | None = None  # of the microbatch at hand
+        self.own: Callable[[Any], Tensor] | None = None  # runs a batch of ``Trainer``'s own, or a part of it
 
     def call(self, batch: Any, arrived: Arrived) -> object:
         """A loss arrives where ``Trainer`` goes backward."""
@@ -62,6 +63,8 @@ class TrainerSteps(Door):
 
         accelerator.backward = arrives
         try:
+            if self.own is not None:
+                return self.own(batch)
             with loss_trial.apart(self._trainer):
                 return self._loss_of(batch, 1)
         finally:
@@ -73,9 +76,13 @@ class TrainerSteps(Door):
             self._backward(loss)
 
     def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
+        apart = partial(loss_trial.apart, self._trainer)
+        if self.own is not None:  # what it gathers, it gathers with the others
+            apart = partial(apart, self._trainer.accelerator.gather)
+
         def step(batch: Any) -> Tensor:
             self.engine.begin_forward()
-            with loss_trial.apart(self._trainer):
+            with apart():
                 return self._loss_of(batch, 1)
 
         with loss_trial.untouched_trainer(self._trainer) as modules:

@@ -148,12 +148,16 @@ class Runner:
                 whole = Attempt(task, index, self._retry)
                 self.run([whole], leaves_backward=leaves_last and index == last)
 
-    def plain(self, batch: object) -> tuple[Attempt, object]:
-        """Run a batch that is one microbatch, forward alone; returns how that went, and what the step returned."""
+    def whole(self, batch: object) -> Attempt:
+        """A batch that is one microbatch; it is to run."""
         self.batch.weight_kind = WeightKind.MEAN
         self.batch.samples = sample_count(batch) or 1
         self._engine.ledger.plain += 1
-        whole = Attempt(Task(batch, 1.0, None), 0, self._retry)
+        return Attempt(Task(batch, 1.0, None), 0, self._retry)
+
+    def plain(self, batch: object) -> tuple[Attempt, object]:
+        """Run a batch that is one microbatch, forward alone; returns how that went, and what the step returned."""
+        whole = self.whole(batch)
         whole.begin()
         output = None
         with whole:

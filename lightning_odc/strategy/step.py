@@ -263,7 +263,12 @@ class Training(Door):
         self._metrics.end_microbatch()
 
     def try_loss(
-        self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None, engine: Engine | None = None
+        self,
+        batch_of: BatchOf,
+        tokens: Sequence[int],
+        rule: Rule | None = None,
+        engine: Engine | None = None,
+        together: bool = False,
     ) -> Verdict:
         args, _ = self._arguments
         if not args and is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2):
@@ -273,8 +278,10 @@ class Training(Door):
             self.engine.begin_forward()
             return self._call(batch, *args)
 
+        modules = self._module.modules()
+        together = together or self._sample_group is not None
         with untouched_trainer(self._module), self.quiet():
-            return try_loss(run, batch_of, tokens, self._module.modules(), self._device, rule, engine)
+            return try_loss(run, batch_of, tokens, modules, self._device, rule, engine, together)
 
     # -- as a host of the session -------------------------------------------------------------------------
 
@@ -282,7 +289,11 @@ class Training(Door):
         engine = None
         if self.communication == "on_demand" and self._sample_group is None:
             engine = self.engine
-        trial = self.try_loss(lambda group: self.move(samples.batch_of(group)), samples.tokens, engine=engine)
+
+        def batch_of(group: Sequence[int]) -> Any:
+            return self.move(samples.batch_of(group))
+
+        trial = self.try_loss(batch_of, samples.tokens, engine=engine, together=True)
         if self._strategy.options.context_parallel_size > 1:  # it talks inside of a group
             trial = replace(trial, communicates="")
         return trial

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_odc import _compat
+from lightning_odc.errors import ODCError
 from lightning_odc.samples.content import tensors_of
 from lightning_odc.trial.untouched import LIBRARIES
 
@@ -23,6 +24,7 @@ class CollectiveListener(_compat.TorchDispatchMode):
 
     Args:
         parameters: Those that are watched.
+        refuses: Such a collective raises an error instead.
 
     Attributes:
         heard: The line of the first such collective, ``file:line: `code` ``; empty while there was none.
@@ -30,19 +32,22 @@ class CollectiveListener(_compat.TorchDispatchMode):
 
     supports_higher_order_operators = True  # passes them on
 
-    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+    def __init__(self, parameters: Iterable[Tensor] = (), refuses: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.heard = ""
+        self._refuses = refuses
         self.kept: dict[Tensor, Tensor] = {}  # what parameters were before they were written to
         whole = [one for one in parameters if type(one.data) is Tensor and one.numel()]
         self._watched = {one.untyped_storage().data_ptr(): one for one in whole}
         self._before = [(one, one.data) for one in whole]  # the same memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.heard and func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional") and (self._refuses or not self.heard):
             frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
             if not any(module_of(frame).startswith(_MOVERS) for frame in frames):
                 self.heard = _line_of(frames)
+                if self._refuses:
+                    raise ODCError(f"a rank talks to others, of which none answers: {self.heard}")
         for _, tensor in tensors_of(_compat.written_by(func, args)):
             if type(tensor) not in (Tensor, nn.Parameter):
                 continue
@@ -62,7 +67,7 @@ class CollectiveListener(_compat.TorchDispatchMode):
 
 
 _MOVERS = ("torch.distributed.fsdp.", "torch.distributed.tensor.", "lightning_odc.engine.")
-_NOT_OF_USERS = {*LIBRARIES, *sys.stdlib_module_names} - {"__main__"}
+_NOT_OF_USERS = {*LIBRARIES, "accelerate", *sys.stdlib_module_names} - {"__main__"}
 
 
 def module_of(frame: FrameType) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,9 +23,13 @@ class PartRules:
     def of(self, microbatch: Any, try_loss: Callable[[BatchOf, Sequence[int]], Verdict]) -> Verdict:
         """The rule, tried with some of its samples; none and no reason where it holds a single sample, maybe."""
         sizes = sizes_of(microbatch)
-        if not sizes:
-            return Verdict(None)
-        look = tuple((path, tensor.dim()) for path, tensor in tensors_of(microbatch))
-        if look not in self._by_look:
-            self._by_look[look] = try_loss(partial(some_of, microbatch), sizes[:_MOST_TRIED])
-        return self._by_look[look]
+        look = (bool(sizes), *((path, tensor.dim()) for path, tensor in tensors_of(microbatch)))
+        if look in self._by_look:
+            return self._by_look[look]
+        if sizes:
+            verdict = try_loss(partial(some_of, microbatch), sizes[:_MOST_TRIED])
+        else:
+            whole = try_loss(lambda _: copy.copy(microbatch), [1])
+            verdict = Verdict(None, communicates=whole.communicates)
+        self._by_look[look] = verdict
+        return verdict

@@ -51,6 +51,7 @@ def try_loss(
     device: torch.device,
     rule: Rule | None = None,
     engine: Engine | None = None,
+    together: bool = False,
 ) -> Verdict:
     """Which rule explains the loss of a step, and whether the step talks to other ranks; Note [The loss is tested].
 
@@ -62,9 +63,11 @@ def try_loss(
         device: The device whose random numbers are put back.
         rule: The only rule to try, with all samples; see Note [The proof continues].
         engine: The engine through which ranks share the passes out. All of them try the same samples.
+        together: All ranks try. Else nobody would answer a step that talks to other ranks: it fails.
     """
     touched = [*modules]
-    listener = CollectiveListener(parameter for module in touched for parameter in module.parameters(False))
+    parameters = (parameter for module in touched for parameter in module.parameters(False))
+    listener = CollectiveListener(parameters, refuses=not together)
     with untouched(touched, device) as restore_random_numbers:
         dequantise(touched)
         losses = Losses(step, batch_of, tokens, restore_random_numbers, listener, engine)

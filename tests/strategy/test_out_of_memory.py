@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -386,7 +387,9 @@ def test_ranks_of_several_nodes(rank):
 
 
 class TalksOnce(LightningModule):
-    """Its step talks to other ranks, and memory runs out once, in the first backward pass."""
+    """Its step talks to other ranks, and memory runs out in the backward pass."""
+
+    runs_out = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,7 +401,7 @@ class TalksOnce(LightningModule):
         mean = values.detach().mean()
         dist.all_reduce(mean)
         self.heard.append(mean)
-        if torch.is_grad_enabled() and len(self.heard) == 1:
+        if self.runs_out and torch.is_grad_enabled():
             values.register_hook(self._run_out)
         return (values - mean).square().mean()
 
@@ -409,9 +412,15 @@ class TalksOnce(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@on_ranks(1)
-def test_a_step_that_talks_to_other_ranks_does_not_talk_twice(rank):
-    data = DataLoader(torch.ones(4, 4), batch_size=2)
-    error = failure(TalksOnce(), data, world_size=1, balance=None, sharding_strategy="NO_SHARD")
+@on_ranks(2)
+@pytest.mark.parametrize("samples", [4, 1], ids=["could be cut", "a single sample"])
+def test_a_step_that_talks_to_other_ranks_does_not_talk_twice(rank, samples):
+    """Rank 1 runs out of memory alone, and would wait for an answer of rank 0 as long as it can."""
+    data = DataLoader(torch.ones(4 * samples, 4), batch_size=samples)
+    module = TalksOnce()
+    module.runs_out = rank == 1
+    options = {"balance": None, "sharding_strategy": "NO_SHARD", "timeout": timedelta(seconds=20)}
+    error = failure(module, data, **options)
     assert TEXT in error
     assert "which cannot run again: its step talks to other ranks (" in error
+    assert len(module.heard) <= 2 + rank  # a trial keeps what it hears, too

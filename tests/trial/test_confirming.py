@@ -62,7 +62,7 @@ class Samples:
             return step(batch)
 
         device = torch.device("cpu")
-        trial = try_loss(counted, self.batch_of, LENGTHS, [], device)
+        trial = try_loss(counted, self.batch_of, LENGTHS, [], device, together=True)
         return trial, ran
 
 
@@ -110,8 +110,8 @@ def test_ranks_that_divide_samples_run_equally_often_whatever_their_losses_are(s
     """They wait for each other inside of a step, and the loss of one may look like any of these."""
 
     class Heard(CollectiveListener):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             self.heard = True
 
     monkeypatch.setattr(run, "CollectiveListener", Heard)
@@ -126,6 +126,7 @@ def test_ranks_that_divide_samples_run_equally_often_whatever_their_losses_are(s
         [],
         torch.device("cpu"),
         rule=LABELS,
+        together=True,
     )
     assert len(ran_again) == 3 + 3, "in the arithmetic of training, and in float64"
 
