@@ -126,13 +126,11 @@ def test_whether_a_batch_fits_depends_on_its_length_and_on_checkpointing() -> No
         "This would fit with gradient checkpointing only",
         "This would not fit",
     ]
-    padded = advise([1024, 512] * 64, model="1.5b", device="A100", padded=2)
-    assert padded.largest == 2048
+    assert advise([1024, 512] * 64, model="1.5b", device="A100", padded=2).largest == 2048
 
 
 def test_a_million_lengths_are_planned_in_part() -> None:
-    drawn = np.random.default_rng(0).lognormal(9, 0.75, 1_000_000)
-    lengths = drawn.astype(np.int64).clip(1, 2**16)
+    lengths = np.random.default_rng(0).lognormal(9, 0.75, 1_000_000).astype(np.int64).clip(1, 2**16)
     assert "1,000,000 samples" in str(advise(lengths, model="1.5b"))
 
 

@@ -216,20 +216,15 @@ def test_what_is_handed_on_is_not_looked_at():
 
 def test_what_looks_wrong_and_is_right_stays_right():
     """Numbers of numpy and scalars of torch, where they were taken before."""
-    weights = [torch.tensor(2), np.float32(0.5)]
-    assert Minibatch([1, 2], weights=weights).weights == [2.0, 0.5]
-    minibatch = Minibatch(iter([1, 2]), weights=np.array([1, 2]))
-    assert minibatch.weights == [1.0, 2.0]
-    tokens = np.array([1, 2, 3])
-    prompt_length = torch.tensor(1)
-    rollout = rl.Rollout(tokens, prompt_length, reward=True, group=np.int64(4))
+    assert Minibatch([1, 2], weights=[torch.tensor(2), np.float32(0.5)]).weights == [2.0, 0.5]
+    assert Minibatch(iter([1, 2]), weights=np.array([1, 2])).weights == [1.0, 2.0]
+    rollout = rl.Rollout(np.array([1, 2, 3]), torch.tensor(1), reward=True, group=np.int64(4))
     assert rollout.group == 4
     advantage = torch.tensor(2.0)
     assert rl.Rollout([1, 2], 1, reward=np.bool_(True), advantage=advantage).advantage == 2.0
     lengths = np.arange(1, 9)
     assert loader(max_tokens=np.int64(8), lengths=lengths).max_tokens == 8
-    planner = balance.Planner(np.int64(2), max_tokens=np.int64(9))
-    assert planner.max_tokens == 9
+    assert balance.Planner(np.int64(2), max_tokens=np.int64(9)).max_tokens == 9
     ODCStrategy(
         auto_wrap_policy=torch.nn.Linear,
         process_group_backend="cpu:gloo,cuda:NCCL",

@@ -77,8 +77,7 @@ def step_by_step() -> Iterator[list[Tensor]]:
 
 
 def one_process(clip: float = math.inf) -> tuple[dict[str, Tensor], list[float]]:
-    token_module = TokenModule("items", lr=0.01)
-    parameters = fits.one_process(token_module, step_by_step(), clip, norms := [])
+    parameters = fits.one_process(TokenModule("items", lr=0.01), step_by_step(), clip, norms := [])
     return {name.removeprefix("net."): value for name, value in parameters.items()}, norms
 
 
@@ -185,8 +184,7 @@ def test_the_blocks_of_the_page_run_on_two_ranks(rank):
         for block in fragments(PAGE):
             exec(compile(block.text, str(PAGE), "exec"), namespace)
     joins.assert_called_once_with("gloo")
-    parameters = namespace["model"].parameters()
-    first, second = of_all_ranks(sum(p.full_tensor().sum().item() for p in parameters))
+    first, second = of_all_ranks(sum(p.full_tensor().sum().item() for p in namespace["model"].parameters()))
     assert first == second
 
 

@@ -21,8 +21,7 @@ def test_alone_it_prints_help_with_examples_of_commands_that_exist(monkeypatch, 
     assert cli.main([]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
-    lines = shown.out.split("examples:")[1].strip().splitlines()
-    examples = [line.split()[1:] for line in lines]
+    examples = [line.split()[1:] for line in shown.out.split("examples:")[1].strip().splitlines()]
     assert {words[0] for words in examples} == cli.COMMANDS.keys()
     for words in examples:
         with pytest.raises(SystemExit, match=r"^0$"):

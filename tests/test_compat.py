@@ -70,8 +70,7 @@ def test_names_exist_with_the_expected_arguments():
     assert not [name for call, name in ARGUMENTS if name not in inspect.signature(call).parameters]
     assert isinstance(_compat_lightning.METADATA_FILENAME, str)
     assert isinstance(inspect.getattr_static(Trainer, "_evaluation_loop"), property)
-    loop = Trainer(logger=False, enable_checkpointing=False).validate_loop
-    assert loop._results.dataloader_idx is None
+    assert Trainer(logger=False, enable_checkpointing=False).validate_loop._results.dataloader_idx is None
     assert issubclass(_compat_lightning.Launcher, _Launcher)
     assert _compat_lightning.Launcher.__abstractmethods__ == {"is_interactive_compatible", "launch", "kill"}
     source = inspect.getsource(_TrainingEpochLoop._on_before_fetch)

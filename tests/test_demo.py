@@ -65,8 +65,7 @@ def test_two_ranks_train_in_every_mode(tmp_path):
         reads = [span for rank in timeline.ranks for span in rank.of("read")]
         assert bool(reads) == (mode != "collective"), "the one-sided path"
     assert len(tokens) == 1, "the same samples, without padding"
-    shown = done.stdout.splitlines()
-    assert [line.split()[0] for line in shown if "%" in line] == list(demo.MODES)
+    assert [line.split()[0] for line in done.stdout.splitlines() if "%" in line] == list(demo.MODES)
     assert "Warning" not in done.stderr
     assert (tmp_path / "timelines.png").exists()
 

@@ -45,8 +45,7 @@ def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def reference(clip: float = math.inf, steps: int = 3) -> dict[str, Tensor]:
     """One process, plain torch."""
-    token_module = TokenModule("items", lr=LR)
-    parameters = one_process(token_module, steps_of()[:steps], clip)
+    parameters = one_process(TokenModule("items", lr=LR), steps_of()[:steps], clip)
     return {name.removeprefix("net."): value for name, value in parameters.items()}
 
 
@@ -162,13 +161,11 @@ def test_without_counts_it_is_the_mean_over_ranks(rank):
     """Mean losses; the optimizer is made after the model is set up, and steps with a closure."""
     fabric = make()
     model = fabric.setup_module(new_model()[0])
-    stock = torch.optim.SGD(model.parameters(), lr=LR)
-    optimizer = fabric.setup_optimizers(stock)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=LR))
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        tokens = own(rank, (3, 3), 0)[0]
-        loss = summed_loss(model, tokens)
+        loss = summed_loss(model, own(rank, (3, 3), 0)[0])
         fabric.backward(loss)
         return loss
 
@@ -261,8 +258,7 @@ def test_a_set_of_classes_chooses_the_units(rank):
 def _disagree(rank: int) -> None:
     fabric = make()
     model, optimizer = fabric.setup(*new_model())
-    tokens = own(rank, (3, 3), 0)[0]
-    fabric.backward(summed_loss(model, tokens), **({"num_items": 4} if rank else {}))
+    fabric.backward(summed_loss(model, own(rank, (3, 3), 0)[0]), **({"num_items": 4} if rank else {}))
     optimizer.step()
 
 
@@ -331,8 +327,7 @@ def test_units_stay_gathered_within_a_context_until_the_optimizer_step(rank):
     fabric = make()
     torch.manual_seed(0)
     net = causal_lm()
-    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
-    model, optimizer = fabric.setup(net, sgd)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
     inside = []
     tokens = torch.tensor([[3, 1, 2, 5]])
     with fabric.strategy.gathered():
@@ -348,8 +343,7 @@ def test_units_stay_gathered_within_a_context_until_the_optimizer_step(rank):
     assert inside == [[1, 3], [1, 0]], "after the optimizer step, all three units are read again, once"
     alone = causal_lm()
     alone.load_state_dict(learnt)
-    engine = SimpleNamespace(traffic=SimpleNamespace(reads=0))
-    expected = answers(alone, rank, [], engine)
+    expected = answers(alone, rank, [], SimpleNamespace(traffic=SimpleNamespace(reads=0)))
     for one, other in zip(generated, expected, strict=True):
         assert torch.equal(one, other)
     assert after < before - 0.1

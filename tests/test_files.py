@@ -23,5 +23,4 @@ def test_files_are_replaced_whole(tmp_path: Path) -> None:
         write_whole(path, "text")  # type: ignore[arg-type]
     assert json.loads(path.read_text()) == {"speedup": 1.5}
     assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
-    mode = stat.S_IMODE(path.stat().st_mode)
-    assert mode & 0o600 == 0o600
+    assert stat.S_IMODE(path.stat().st_mode) & 0o600 == 0o600

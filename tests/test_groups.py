@@ -123,8 +123,7 @@ def test_a_model_is_attached_again_and_leaves_no_group(rank):
     model, mesh = parallel(2, 2)
     for steps in (batches()[:2], batches()[2:]):
         with attach(model) as odc:
-            place = mesh["data_parallel"].get_local_rank()
-            train(odc, steps, [1, 3], place, SGD)
+            train(odc, steps, [1, 3], mesh["data_parallel"].get_local_rank(), SGD)
             group = odc.sample_group._group
         with pytest.raises(ValueError, match="Invalid process group"):
             dist.destroy_process_group(group)
@@ -136,8 +135,7 @@ def trains(way: str, counts: list[int]) -> None:
     if way == "attach":
         as_in_one_process(len(counts), counts)
     else:
-        world = 2 * len(counts)
-        trains_as_one_process(world, is_one_sided=len(counts) > 1, balance="lb_mini")
+        trains_as_one_process(2 * len(counts), is_one_sided=len(counts) > 1, balance="lb_mini")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -53,8 +53,7 @@ def least() -> Room:
 def test_what_is_left_is_the_least_that_the_host_and_all_groups_above_have(tmp_path, case, monkeypatch):
     own, groups, left = GROUPS[case]
     for name, (limit, used, reclaimable) in groups.items():
-        folder = tmp_path / "sys/fs/cgroup" / name
-        group(folder, f"inactive_file {reclaimable}\n", max=limit, current=used)
+        group(tmp_path / "sys/fs/cgroup" / name, f"inactive_file {reclaimable}\n", max=limit, current=used)
     monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, own))
     room = least()
     assert room.size == left
@@ -73,8 +72,7 @@ def test_of_the_page_cache_in_use_half_is_free(tmp_path, monkeypatch):
 def test_the_message_says_how_much_is_needed_and_left_who_limits_it_and_what_to_do(tmp_path, monkeypatch):
     group(tmp_path / "sys/fs/cgroup/job", max=3 * 2**30, current=2**30)
     monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, "0::/job", 2**30))
-    available = host_memory.available(4)
-    assert available == 2**29, "they share it"
+    assert host_memory.available(4) == 2**29, "they share it"
     assert host_memory.shortage("the windows", 2 * 2**30, "use less") == ""
     found = host_memory.shortage("the windows", 5 * 2**29, "use less")
     assert found == (
@@ -90,8 +88,7 @@ def test_elsewhere_than_on_linux_nothing_is_known_and_nothing_refused(tmp_path, 
     assert 0 < here < 2**60
     assert rooms() == []
     assert host_memory.shortage("windows", 2**60, "") == ""
-    available = host_memory.available(2)
-    assert available > 2**50
+    assert host_memory.available(2) > 2**50
     assert Kills().verdict() == ""
 
 

@@ -77,8 +77,7 @@ def one_process(count: int = len(LENGTHS)) -> tuple[dict[str, Tensor], list[floa
             loss = model(**padded(samples()[:count][first : first + 8])).loss
             loss.backward()
             losses.append(loss.item())
-            norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            norms.append(norm.item())
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
             optimizer.step()
             optimizer.zero_grad()
     return full_parameters(model), norms, losses
@@ -280,13 +279,11 @@ def test_saving_resuming_and_evaluating_go_on_working(rank, tmp_path, fsdp):
     }
     # By default, a rank of these tests starts its workers from a server of their own, which imports everything.
     workers = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}
-    folder = str(tmp_path / "straight")
-    straight = balanced(folder, **workers, **options)
+    straight = balanced(str(tmp_path / "straight"), **workers, **options)
     straight.train()
     loss = straight.evaluate()["eval_loss"]
     resumed = balanced(str(tmp_path / "again"), load_best_model_at_end=True, **options)
-    resume_from_checkpoint = str(tmp_path / "straight" / "checkpoint-3")
-    resumed.train(resume_from_checkpoint=resume_from_checkpoint)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-3"))
     assert rank == resumed.args.process_index
     resumed.save_model(str(tmp_path / "saved"))
     if fsdp:

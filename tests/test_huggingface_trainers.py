@@ -90,8 +90,7 @@ class SequenceMeans(Trainer):
     ) -> Any:
         labels = inputs.pop("labels")[:, 1:]
         outputs = model(**inputs)
-        logits = outputs.logits[:, :-1]
-        losses = cross_entropies(logits, labels)
+        losses = cross_entropies(outputs.logits[:, :-1], labels)
         total = (labels != -100).sum(1)
         loss = (losses.sum(1) / total).mean()
         if return_outputs:
@@ -104,8 +103,7 @@ class TokenMean(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         labels = inputs.pop("labels")[:, 1:]
-        logits = model(**inputs).logits[:, :-1]
-        return nn.functional.cross_entropy(logits.transpose(1, 2), labels)
+        return nn.functional.cross_entropy(model(**inputs).logits[:, :-1].transpose(1, 2), labels)
 
 
 class ClassWeights(Trainer):
@@ -121,14 +119,11 @@ class Pairs(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         del inputs["labels"]
         logits = model(**inputs).logits
-        similarities = logits @ logits.T
-        return nn.functional.cross_entropy(similarities, torch.arange(len(logits)).flip(0))
+        return nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)).flip(0))
 
 
 def sum_by_items(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
-    logits = outputs.logits[:, :-1]
-    losses = cross_entropies(logits, labels[:, 1:])
-    return losses.sum() / num_items_in_batch
+    return cross_entropies(outputs.logits[:, :-1], labels[:, 1:]).sum() / num_items_in_batch
 
 
 class Couples(nn.Module):
@@ -227,8 +222,7 @@ def qlora() -> Any:
 
 def reward() -> Any:
     heads = {"num_key_value_heads": 1, "intermediate_size": 24, "num_labels": 1, "pad_token_id": 0}
-    config = transformers.LlamaConfig(**SIZES, **heads)
-    return transformers.LlamaForSequenceClassification(config)
+    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES, **heads))
 
 
 def images(index: int) -> Any:
@@ -352,8 +346,7 @@ def trained(trainer: Any, start: dict[str, Tensor], counts: list[int]) -> Traine
         trainer.train()
     said = [str(one.message) for one in caught if "left as they are" in str(one.message)]
     parameters = full_parameters(trainer.model)
-    rows = trainer.state.log_history
-    losses = [row[name] for row in rows for name in ("loss", "reward") if name in row]
+    losses = [row[name] for row in trainer.state.log_history for name in ("loss", "reward") if name in row]
     moved = {name: parameters[name] - value for name, value in start.items()}
     return Trained(losses, parameters, moved, said, counts)
 
@@ -372,8 +365,7 @@ def tokenizer() -> Any:
 
 
 def prompt(index: int) -> str:
-    length = 2 + index % 3
-    return sentence(length, 300 + index)
+    return sentence(2 + index % 3, 300 + index)
 
 
 def completion(index: int) -> str:
@@ -530,8 +522,7 @@ def compare(
     how = "alone"
     if CASES[name].whole:
         how = "stock"
-    world_size = 1 + CASES[name].whole
-    [reference, *_] = run(train, name, how, folder, world_size=world_size)
+    [reference, *_] = run(train, name, how, folder, world_size=1 + CASES[name].whole)
     return run(train, name, ours, folder), reference
 
 

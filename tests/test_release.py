@@ -82,10 +82,8 @@ def parsed(path: Path) -> Any:
 
 def test_ci_runs_the_pythons_that_classifiers_name() -> None:
     jobs = parsed(WORKFLOWS / "ci.yml")["jobs"]
-    steps = jobs["run"]["steps"]
-    tested = {step["with"]["python-version"] for step in steps if "with" in step}
-    matrix = jobs["pythons"]["strategy"]["matrix"]
-    tested |= {*matrix["python"]}
+    tested = {step["with"]["python-version"] for step in jobs["run"]["steps"] if "with" in step}
+    tested |= {*jobs["pythons"]["strategy"]["matrix"]["python"]}
     named = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), flags=re.MULTILINE)
     assert {*named} <= tested
     assert f">={min(named, key=lambda version: int(version[2:]))}" == PROJECT["requires-python"]
@@ -98,8 +96,7 @@ def test_what_a_workflow_installs_is_pinned() -> None:
         for line in re.findall(r"pip install (.*)", path.read_text()):
             assert "-c constraints.txt" in line
             asked = re.sub(r"#.*|-c constraints\.txt|\[python\]", "", line)
-            names = re.findall(r"[a-z][\w-]+", asked)
-            assert [name for name in names if name not in pinned] == []
+            assert [name for name in re.findall(r"[a-z][\w-]+", asked) if name not in pinned] == []
 
 
 def test_the_citation_names_the_software_and_the_paper() -> None:

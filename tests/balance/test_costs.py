@@ -29,8 +29,7 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 def test_tokens_and_quadratic() -> None:
     assert tokens().samples(LENGTHS).tolist() == [1, 10, 1000]
     assert quadratic(crossover=100).samples(LENGTHS).tolist() == pytest.approx([1.01, 11, 11_000])
-    at_crossover = quadratic().samples(np.array([float(CROSSOVER)]))[0]
-    assert at_crossover == pytest.approx(2 * CROSSOVER)
+    assert quadratic().samples(np.array([float(CROSSOVER)]))[0] == pytest.approx(2 * CROSSOVER)
     x = LENGTHS / 32_000
     fit = 1.982122 * x**2 + 2.611821 * x  # the paper's
     np.testing.assert_allclose(quadratic().samples(LENGTHS) / fit, 32_000 / 2.611821, rtol=1e-4)
@@ -42,8 +41,7 @@ def test_dense_attention_pays_for_the_square_of_all_tokens() -> None:
     alone, dense = (microbatch_costs(plan, lengths, quadratic(100, 5, dense)) for dense in (False, True))
     assert alone == [[60 + 14 + 5, 40 + 16 + 5]]
     assert dense == [[60 + 36 + 5, 40 + 16 + 5]]
-    cost = with_speeds(quadratic(100, 5, dense=True), [0.5])
-    slow = microbatch_costs(plan, lengths, cost)
+    slow = microbatch_costs(plan, lengths, with_speeds(quadratic(100, 5, dense=True), [0.5]))
     assert slow == [[2 * (60 + 36 + 5), 2 * (40 + 16 + 5)]]
 
 
@@ -86,8 +84,7 @@ class Attention(torch.nn.Module):
         self.o = torch.nn.Linear(heads * head_dim, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        by_head = self.q(x).unflatten(1, (self.heads, self.head_dim))
-        q = by_head.transpose(0, 1)
+        q = self.q(x).unflatten(1, (self.heads, self.head_dim)).transpose(0, 1)
         k, v = (
             layer(x).unflatten(1, (self.groups, self.head_dim)).transpose(0, 1) for layer in (self.k, self.v)
         )

@@ -196,8 +196,7 @@ def test_tokens_of_a_microbatch() -> None:
         (Collation("padded", fixed=64), [64, 64, 64], [64, 64, 64], "pads to 64 tokens"),
         (Collation("stacked"), [100, 90, 10], [100, 100, 100], "stacks samples of equal length"),
     ):
-        row_lengths = collation.row_lengths(np.array(ROWS))
-        assert row_lengths.tolist() == alone
+        assert collation.row_lengths(np.array(ROWS)).tolist() == alone
         assert collation.rows(ROWS) == rows
         assert collation.tokens(ROWS) == sum(rows)
         assert collation.tokens([]) == 0
@@ -224,8 +223,7 @@ def test_a_padded_microbatch_costs_its_rows() -> None:
 def test_the_default_cap_is_the_longest_row() -> None:
     for policy in ("local_sort", "lb_micro", "lb_mini", "steal"):
         fixed = Collation("padded", fixed=64)
-        cost = quadratic(constant=1e4)
-        plan = plan_minibatch([10, 20, 30, 100], 2, None, policy, cost, collation=fixed)
+        plan = plan_minibatch([10, 20, 30, 100], 2, None, policy, quadratic(constant=1e4), collation=fixed)
         found = plan_minibatch([10, 20, 30, 100], 2, 64, policy, quadratic(constant=1e4), collation=fixed)
         assert found == plan
         for rank in plan:
@@ -270,10 +268,8 @@ def test_refusals_show_the_right_line() -> None:
 
 
 def test_a_planner_keeps_the_cap_of_all_samples() -> None:
-    collation = Collation("padded", 8)
-    planner = Planner(2, collation=collation).capped_for([5, 99])
+    planner = Planner(2, collation=Collation("padded", 8)).capped_for([5, 99])
     assert planner.max_tokens == 104
-    capped = Planner(2, 60).capped_for([5, 59])
-    assert capped.max_tokens == 60
+    assert Planner(2, 60).capped_for([5, 59]).max_tokens == 60
     with pytest.raises(ValueError, match="sample 1 has 61 tokens"):
         Planner(2, 60).capped_for([5, 61])

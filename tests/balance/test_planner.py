@@ -82,8 +82,7 @@ def check(plan: Plan, lengths: list[int], cap: int, collation: Collation = PACKE
     rows = collation.row_lengths(lengths)
     for rank in plan:
         for own in rank:
-            tokens = collation.tokens([lengths[i] for i in own])
-            assert tokens <= cap
+            assert collation.tokens([lengths[i] for i in own]) <= cap
             if collation.kind == "stacked":
                 assert len(set(rows[own].tolist())) <= 1
 
@@ -128,11 +127,9 @@ def test_every_sample_once_under_the_cap_and_in_step_for_collectives(
 
 
 def test_local_sort_deals_in_turn_and_few_samples_leave_some_ranks_without_work() -> None:
-    lengths = [5, 40, 7, 10, 6, 30]
-    assert plan_minibatch(lengths, 2, policy="local_sort") == [[[2], [4], [0]], [[1], [5], [3]]]
+    assert plan_minibatch([5, 40, 7, 10, 6, 30], 2, policy="local_sort") == [[[2], [4], [0]], [[1], [5], [3]]]
     assert sorted(plan_minibatch([30, 20], 4)) == [[], [], [[0]], [[1]]]
-    cost = with_speeds("tokens", [0.1, 1, 0.1, 2])
-    faster = plan_minibatch([30, 20], 4, cost=cost)
+    faster = plan_minibatch([30, 20], 4, cost=with_speeds("tokens", [0.1, 1, 0.1, 2]))
     assert faster == [[], [[1]], [], [[0]]]
 
 
@@ -181,8 +178,7 @@ def test_knowing_of_dense_attention_does_not_hurt(lengths, ranks, policy, consta
     if policy == "lb_mini":
         span = on_demand_cost
     knowing = span(plan_minibatch(lengths, ranks, None, policy, dense), lengths, dense)
-    cost = quadratic(constant=constant)
-    blind = plan_minibatch(lengths, ranks, None, policy, cost)
+    blind = plan_minibatch(lengths, ranks, None, policy, quadratic(constant=constant))
     # In step, the search stops within a thousandth of the bound.
     bound = 1.001
     if policy == "lb_mini":

@@ -38,8 +38,7 @@ def test_no_worse_than_karmarkar_karp_with_swaps_on_long_tails() -> None:
             for seed in range(2):
                 lengths = draw_lengths(kind, ranks, per_rank, seed)
                 cost = cost_for(kind)
-                plan = plan_minibatch(lengths, ranks, cost=cost)
-                own = on_demand_cost(plan, lengths, cost)
+                own = on_demand_cost(plan_minibatch(lengths, ranks, cost=cost), lengths, cost)
                 values = resolve_cost(cost).samples(lengths.astype(float)).tolist()
                 rival = [[group] for group in karmarkar_karp_with_swaps(values, ranks)]
                 assert own <= on_demand_cost(rival, lengths, cost) * (1 + SLACK)
@@ -59,8 +58,7 @@ def test_optimal_for_up_to_ten_samples() -> None:
             of_ranks = enumerate(np.broadcast_to(samples, (3, 8)))
             loads = np.stack([np.where(choices == rank, costs, 0).sum(1) for rank, costs in of_ranks])
             best = float(loads.max(0).min())
-            plan = plan_minibatch(lengths, 3, cost=cost)
-            own = on_demand_cost(plan, lengths, cost)
+            own = on_demand_cost(plan_minibatch(lengths, 3, cost=cost), lengths, cost)
             assert least_cost(lengths, 3, cost) * (1 - 1e-9) <= best
             assert own == pytest.approx(best, rel=SLACK)
 
@@ -83,8 +81,7 @@ def test_within_one_percent_of_the_optimum(ranks: int, per_rank: int, cost: Any)
     gaps = []
     for kind, seed in product(("lognormal", "longalign", "uniform"), range(2)):
         lengths = draw_lengths(kind, ranks, per_rank, seed)
-        plan = plan_minibatch(lengths, ranks, cost=cost)
-        own = on_demand_cost(plan, lengths, cost)
+        own = on_demand_cost(plan_minibatch(lengths, ranks, cost=cost), lengths, cost)
         best, is_optimum = optimum(lengths, ranks, cost, seconds=2)
         assert best <= own * (1 + 1e-5)
         if is_optimum:
@@ -116,8 +113,7 @@ def test_near_a_known_optimum_and_long_minibatches_are_level() -> None:
 def test_the_policies_do_what_the_paper_reports() -> None:
     # Source: a simulation in the setting of arXiv 2601.19362 (8 devices, 4 samples each, no communication time) gives
     # idle shares of 53, 31, 21 and 14 percent, give or take 3 points by the draw.
-    quadratic = 1.982122 / 32_000**2
-    cost = PolynomialCost(quadratic, 2.611821 / 32_000)
+    cost = PolynomialCost(1.982122 / 32_000**2, 2.611821 / 32_000)
     spent = np.zeros(4)
     needed = 0.0
     for seed in range(200):
@@ -125,13 +121,11 @@ def test_the_policies_do_what_the_paper_reports() -> None:
         sort, mini = (
             plan_minibatch(lengths, 8, 65_536, policy, cost) for policy in ("local_sort", "lb_mini")
         )
-        papers_planner = PapersPlanner(8, 65_536, "lb_micro", cost)
-        micro = papers_planner.plan(lengths)
+        micro = PapersPlanner(8, 65_536, "lb_micro", cost).plan(lengths)
         spent += [collective_cost(plan, lengths, cost) for plan in (sort, micro)] + [
             on_demand_cost(plan, lengths, cost) for plan in (micro, mini)
         ]
-        total = cost.samples(lengths.astype(float)).sum()
-        needed += total / 8
+        needed += cost.samples(lengths.astype(float)).sum() / 8
     np.testing.assert_allclose(1 - needed / spent, [0.53, 0.31, 0.21, 0.14], atol=0.035)
 
 
@@ -139,13 +133,11 @@ def test_orders_are_random_and_fixed_forever() -> None:
     assert epoch_order(8, seed=0, epoch=0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
     orders = {tuple(epoch_order(8, seed, epoch)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
-    firsts = [int(epoch_order(4, 0, epoch)[0]) for epoch in range(2000)]
-    assert min(np.bincount(firsts)) > 420
+    assert min(np.bincount([int(epoch_order(4, 0, epoch)[0]) for epoch in range(2000)])) > 420
 
 
 def test_regrouping_lets_large_samples_meet() -> None:
-    rng = np.random.default_rng(0)
-    lengths = np.minimum(rng.lognormal(9.4, 0.75, 8 * 2 * 16).astype(int) + 1, 65536)
+    lengths = np.minimum(np.random.default_rng(0).lognormal(9.4, 0.75, 8 * 2 * 16).astype(int) + 1, 65536)
     idle = {}
     for window in (1, 4, 16):
         spent = 0.0
@@ -155,8 +147,7 @@ def test_regrouping_lets_large_samples_meet() -> None:
                 on_demand_cost(plan_minibatch(own[members], 8), own[members])
                 for members in regroup(own + own**2 / 42_166, 8, 16)
             )
-        needed = sum(least_cost([int(x)], 1) for x in lengths) / 8
-        idle[window] = 1 - needed / spent
+        idle[window] = 1 - (sum(least_cost([int(x)], 1) for x in lengths) / 8) / spent
     assert idle[1] > 0.3
     assert idle[4] < 0.6 * idle[1]
     assert idle[16] < 0.3 * idle[1]

@@ -29,8 +29,7 @@ class Voyage:
 def parse(line: str) -> Voyage:
     parser = argparse.ArgumentParser()
     add_options(parser, Voyage)
-    parsed = parser.parse_args(line.split())
-    return read_options(Voyage, {**vars(parsed), "beside": "the options"})
+    return read_options(Voyage, {**vars(parser.parse_args(line.split())), "beside": "the options"})
 
 
 def test_fields_are_flags_with_their_types_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:

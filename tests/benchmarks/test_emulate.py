@@ -24,10 +24,8 @@ def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> N
     for row in found["rows"][:2]:
         assert 0 < row["efficiency"] < 1  # never faster than without communication
     # Who steals may well be faster than the plan.
-    efficiency = found["rows"][2]["efficiency"]
-    assert efficiency is None
-    bounds = found["runs"][2]["bounds"]
-    assert bounds == []
+    assert found["rows"][2]["efficiency"] is None
+    assert found["runs"][2]["bounds"] == []
     assert "% | - |" in (tmp_path / "bench.md").read_text().splitlines()[6]
     for run in found["runs"][:2]:
         for seconds, bound, idle in zip(run["seconds"], run["bounds"], run["idle"], strict=True):
@@ -39,8 +37,7 @@ def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> N
     # Three minibatches of at least 4 microbatches. In the first one each of 3 layers reads 3 peers' shards twice
     # in each microbatch, in the others once on each of the 4 ranks.
     assert sum(one["traffic"]["reads"] for one in totals) >= 4 * 3 * 3 * 2 + 2 * 4 * 3 * 3
-    traffic = found["runs"][0]["totals"][0]["traffic"]
-    assert traffic["reads"] == 0
+    assert found["runs"][0]["totals"][0]["traffic"]["reads"] == 0
     slow, fast = (sum(run["bounds"]) for run in found["runs"][:2])
     assert slow > fast
 
@@ -75,8 +72,7 @@ def test_comm_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "faster than the group [quartiles]" in (tmp_path / "comm.md").read_text()
     late = {one["operation"]: one for one in results if one["ranks"] == 2}
     # The second rank comes 100 ms late: a collective keeps the first one waiting, and a gather does not.
-    theirs = late["gather"]["theirs"]
-    assert theirs[1] > late["gather"]["ours"][1]
+    assert late["gather"]["theirs"][1] > late["gather"]["ours"][1]
     out = capsys.readouterr().out
     assert "faster than the group [quartiles] |" in out  # brackets are no markup
     assert f"files in {tmp_path}" in out

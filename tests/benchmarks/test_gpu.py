@@ -33,8 +33,7 @@ SECONDS = {
 
 def test_fractions_are_of_the_slowest_rank():
     entry = {"mib": 64, "alone": SECONDS}
-    slow = {"mib": 64, "alone": {**SECONDS, "read from a peer": 0.002}}
-    found = fractions(entry, [entry, slow], "alone")
+    found = fractions(entry, [entry, {"mib": 64, "alone": {**SECONDS, "read from a peer": 0.002}}], "alone")
     assert found["read / plain copy"] == 0.5
     assert found["read GiB/s"] == pytest.approx(64 * MIB / 0.002 / 2**30)
     # Of two ranks each adds 64 MiB to both.
@@ -82,8 +81,7 @@ def test_the_benchmark_as_a_process(tmp_path):
         timeout=300,
     )
     assert done.returncode == 1, done.stderr
-    lines = done.stdout.splitlines()
-    parts = [line.removeprefix("== ") for line in lines if line.startswith("== ")]
+    parts = [line.removeprefix("== ") for line in done.stdout.splitlines() if line.startswith("== ")]
     assert parts == [
         "host time, two layers",
         "transport, 2 ranks",
@@ -107,8 +105,7 @@ def test_the_benchmark_as_a_process(tmp_path):
     assert len({*counts}) == 1
     assert counts[0] > 2, counts
     assert rows[Way.KEPT]["calls"][1] < counts[0]
-    calls = rows[Way.ALONE]["calls"]
-    assert calls[1] == 0
+    assert rows[Way.ALONE]["calls"][1] == 0
     assert rows[Way.ALONE]["comm us"][1] == 0
     for way in (*often, Way.KEPT):
         assert 0 < rows[way]["comm us"][1] < rows[way]["host us"][1]

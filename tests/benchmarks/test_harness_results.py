@@ -55,10 +55,8 @@ def test_a_speed_up_is_a_product_of_its_causes() -> None:
     found = [(name, factor[1]) for name, factor in last.factors]
     assert found == [("cheaper bytes", 2.0), ("fewer waits", 1.5), ("balancing", 2.0)]
     assert last.total[0] < 6 < last.total[2]
-    without_lockstep = splits([runs[0], *runs[2:]])[-1]
-    assert [name for name, _ in without_lockstep.factors] == ["communication", "balancing"]
-    only_ends = splits([runs[0], runs[3]])[0]
-    assert [name for name, _ in only_ends.factors] == ["communication and balancing"]
+    assert [name for name, _ in splits([runs[0], *runs[2:]])[-1].factors] == ["communication", "balancing"]
+    assert [name for name, _ in splits([runs[0], runs[3]])[0].factors] == ["communication and balancing"]
     assert splits(runs[2:3]) == []
 
 
@@ -133,6 +131,5 @@ def test_named_lengths_have_the_published_mean_and_shrink_in_proportion() -> Non
         # 4096 draws with a standard deviation below the mean: the mean is off by at most 1/64 at one sigma.
         assert lengths.mean() == pytest.approx(PUBLISHED[name].mean, rel=4 / 64)
         assert 1 <= lengths.min() < lengths.max() <= PUBLISHED[name].longest
-        longest = PUBLISHED[name].longest // 16
-        short = draw(name, 4096, longest=longest)
+        short = draw(name, 4096, longest=PUBLISHED[name].longest // 16)
         assert np.abs(short - lengths / 16).max() <= 1

@@ -52,16 +52,14 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(tmp_path, ca
     assert found["baseline"] == "collective+lb_micro"
     assert rows["collective+lb_micro"]["window_bytes"] == 0
     assert rows["on_demand+steal"]["window_bytes"] > 0  # the one-sided path
-    bytes_read = rows["on_demand+lb_micro"]["bytes_read"]
-    assert bytes_read > rows["collective+lb_micro"]["bytes_read"] == 0
+    assert rows["on_demand+lb_micro"]["bytes_read"] > rows["collective+lb_micro"]["bytes_read"] == 0
     for row in rows.values():
         assert 0 < row["settling"] < 1
     for row in rows.values():
         assert row["peak_bytes"] > 2**24
     assert rows["lockstep+lb_micro"]["idle"] > 0
     assert rows["collective+lb_micro"]["idle"] > 0
-    totals = found["runs"][-1]["totals"]
-    assert [one["policy"] for one in totals] == ["steal", "steal"]
+    assert [one["policy"] for one in found["runs"][-1]["totals"]] == ["steal", "steal"]
     (split,) = [one for one in found["splits"] if one["fast"] == "on_demand+lb_micro"]
     factors = [factor[1] for factor in split["factors"].values()]
     assert list(split["factors"]) == ["cheaper bytes", "fewer waits"]
@@ -175,10 +173,8 @@ def test_what_was_measured_is_kept_and_no_process_is(how, code, says, tmp_path, 
     assert "Traceback" not in err
     assert "| collective | lb_micro |" in out
     found = json.loads((tmp_path / "bench.json").read_text())
-    combination = found["rows"][0]["combination"]
-    assert combination == "collective+lb_micro"
-    minibatches = found["rows"][0]["minibatches"]
-    assert minibatches == 10
+    assert found["rows"][0]["combination"] == "collective+lb_micro"
+    assert found["rows"][0]["minibatches"] == 10
     assert found["cut_short"]
 
 

@@ -58,8 +58,7 @@ def test_only_collectives_run_more_passes_than_the_longest_rank_needs(tmp_path: 
 def test_fine_tuning_has_a_row_for_every_way_to_train(capsys: Any) -> None:
     sft = pytest.importorskip("benchmarks.sft")
     assert sft.main(["--rounds", "1", "--layers", "1", "--width", "64"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = [line.split(" | ") for line in lines if line.startswith("| ")]
+    table = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     cells_of = {cells[0].removeprefix("| "): cells for cells in table}
     assert list(sft.ROWS) == [name for name in cells_of if name in sft.ROWS]
     tokens = {name: int(cells_of[name][3].replace(",", "")) for name in sft.ROWS}
@@ -68,8 +67,7 @@ def test_fine_tuning_has_a_row_for_every_way_to_train(capsys: Any) -> None:
         tokens["`Trainer`, `fsdp=True` (FSDP2)"], rel=0.2
     )  # whose order is another one
     for name in sft.ROWS:
-        waits = cells_of[name][5].removesuffix(" |").strip()
-        assert waits.endswith("%") == ("ODCTrainerMixin" in name)
+        assert cells_of[name][5].removesuffix(" |").strip().endswith("%") == ("ODCTrainerMixin" in name)
         if "ODCTrainerMixin" in name or "group_by_length" in name:
             assert tokens[name] < 0.8 * stock
 
@@ -77,8 +75,7 @@ def test_fine_tuning_has_a_row_for_every_way_to_train(capsys: Any) -> None:
 @pytest.mark.slow
 def test_grpo_runs_fewer_layers_on_demand_than_by_collectives(capsys: Any) -> None:
     pytest.importorskip("trl")
-    grpo = pytest.importorskip("benchmarks.grpo")
-    assert grpo.main(["--rounds", "1", "--steps", "3"]) == 0
+    assert pytest.importorskip("benchmarks.grpo").main(["--rounds", "1", "--steps", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     ddp, collective, on_demand = (
         line.split(" | ")[3] for line in lines if line.startswith(("| DDP", "| the mix-in"))
@@ -194,10 +191,8 @@ def test_bytes_and_memory_are_those_of_the_formulas(tmp_path: Path, capsys: Any)
 
 def test_what_the_formulas_say():
     assert copies.bytes_per_parameter(copies.FULL, hosts=3) == pytest.approx(16 / 3)
-    bytes_per_parameter = copies.bytes_per_parameter(copies.FULL_BF16, hosts=2)
-    assert bytes_per_parameter == 3.0
-    held_per_parameter = copies.held_per_parameter(copies.STOCK, hosts=3)
-    assert held_per_parameter == 2.0
+    assert copies.bytes_per_parameter(copies.FULL_BF16, hosts=2) == 3.0
+    assert copies.held_per_parameter(copies.STOCK, hosts=3) == 2.0
     assert copies.held_per_parameter(copies.FULL, hosts=3) == 6.0
 
 

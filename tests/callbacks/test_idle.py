@@ -181,8 +181,7 @@ def errors_of(rows: list[dict[str, float]], kind: str, world_size: int, scale: i
             way = "collective"
         elif kind.startswith("whole"):
             way = "on_demand"  # all wait at the end of a step alone
-        truth = expected(way, slept)
-        errors.append(max(abs(a - b) for a, b in zip(idle, truth, strict=True)))
+        errors.append(max(abs(a - b) for a, b in zip(idle, expected(way, slept), strict=True)))
     return errors
 
 
@@ -221,8 +220,7 @@ class SlowOnRank0(torch.utils.data.IterableDataset[Any]):
 def test_waiting_for_data_is_told_from_waiting_for_those_who_wait_for_data(rank):
     memory = Memory()
     data = torch.utils.data.DataLoader(SlowOnRank0(), batch_size=None)
-    callbacks = [DeviceIdleMonitor(every_n_steps=1)]
-    options = {"callbacks": callbacks, "limit_train_batches": STEPS}
+    options = {"callbacks": [DeviceIdleMonitor(every_n_steps=1)], "limit_train_batches": STEPS}
     trainer(2, logger=memory, **options).fit(Sleeper("mean"), data)
     if rank == 0:
         rows = memory.steps
@@ -271,12 +269,10 @@ def test_waits_in_collectives_of_evaluation_do_not_count(rank, kind):
         options = {"communication": kind}
     options |= {"val_check_interval": 1, "num_sanity_val_steps": 0, "logger": (memory := Memory())}
     batches = [microbatch(0)] * STEPS
-    callbacks = [DeviceIdleMonitor(every_n_steps=1)]
-    fitting = trainer(2, callbacks=callbacks, **options)
+    fitting = trainer(2, callbacks=[DeviceIdleMonitor(every_n_steps=1)], **options)
     fitting.fit(Evaluating("mean"), loader(batches), loader(batches[:1]))
     if rank == 0:  # in each evaluation it waits for 0.4 s, half of that in the mean of both ranks
-        steps = memory.steps[1:]
-        assert min(row["idle/collective_seconds"] for row in steps) < 0.1
+        assert min(row["idle/collective_seconds"] for row in memory.steps[1:]) < 0.1
 
 
 def test_steps_between_logged_rows_are_not_lost():
@@ -289,8 +285,7 @@ def test_steps_between_logged_rows_are_not_lost():
             assert "rank0" not in name
     every = memory.rows[-1]
     assert every == (STEPS - 1, {**monitor.last_epoch, "epoch": 0})
-    rows = memory.rows[:-1]
-    halves = [row["step_seconds"] for _, row in rows]
+    halves = [row["step_seconds"] for _, row in memory.rows[:-1]]
     assert every[1]["step_seconds_epoch"] == pytest.approx(sum(halves) / 2)
     assert type(fitting.profiler).__name__ == "PassThroughProfiler"
 
@@ -474,8 +469,7 @@ def test_waiting_in_meetings_and_for_rank_0_in_broadcasts():
     ):
         assert waits_in_meetings(meetings, common_clock) == pytest.approx(waited)
     # and computed while bytes moved
-    passage = Passage(8 * MS, 12 * MS, 5 * MS)
-    came_before = [[passage], [Passage(9 * MS, 12 * MS, 2 * MS)]]
+    came_before = [[Passage(8 * MS, 12 * MS, 5 * MS)], [Passage(9 * MS, 12 * MS, 2 * MS)]]
     assert waits_in_meetings(came_before, True) == [0.0, 0.0]
     groups = [StepNumbers(1.0, meetings=met) for met in (ranks[1], ranks[0], *left_before)]
     assert resolve(groups, common_clock=True, group_size=2)

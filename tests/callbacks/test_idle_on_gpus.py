@@ -156,8 +156,7 @@ def test_the_end_of_a_backward_pass_on_a_stream():
     """DDP: from the last gradient to the end, whatever the host does."""
     stream = Stream()
     first, last = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-    parameter_list = torch.nn.ParameterList([first, last])
-    watch = GradientWatch(parameter_list, stream)
+    watch = GradientWatch(torch.nn.ParameterList([first, last]), stream)
     watch.begin_batch()
     watch.before_backward()
     for parameter in (first, last):

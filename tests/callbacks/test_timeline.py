@@ -135,8 +135,7 @@ def test_the_timeline_shows_what_was_scripted(rank, tmp_path):
     assert waited > 0, "on a busy machine rank 1 may be the later one, but hardly in every minibatch"
     assert timeline.waiting_seen
     assert [path.name for path in directory.iterdir()] == ["timeline.json"]
-    trace = check_trace(directory / "timeline.json", ranks=2)
-    assert trace["otherData"]["waiting_seen"]
+    assert check_trace(directory / "timeline.json", ranks=2)["otherData"]["waiting_seen"]
     assert load_timeline(directory / "timeline.json").idle_fraction == pytest.approx(timeline.idle_fraction)
 
 
@@ -189,8 +188,7 @@ def test_ranks_that_end_by_an_error_write_what_they_have(tmp_path, how):
     if how == "raise":
         writers = 2
     for rank in range(writers):  # the other one had no time to write
-        timeline = load_timeline(tmp_path / f"timeline-rank{rank}.json")
-        [own] = timeline.ranks
+        [own] = load_timeline(tmp_path / f"timeline-rank{rank}.json").ranks
         assert own.rank == rank
         assert len(own.of("minibatch")) == STEPS  # the last one is not whole
         assert own.of("forward")
@@ -311,8 +309,7 @@ def scripted(scale: int) -> Timeline:
 
 
 def test_pictures_have_a_row_per_rank_on_one_time_axis(tmp_path):
-    timelines = {"collective": scripted(2), "on demand": scripted(1)}
-    figure = timelines_figure(timelines)
+    figure = timelines_figure({"collective": scripted(2), "on demand": scripted(1)})
     above, below = figure.axes
     assert above.get_title(loc="left") == "collective: 0.06 s, idle 33%"
     assert below.get_title(loc="left") == "on demand: 0.03 s, idle 33%"
@@ -320,8 +317,7 @@ def test_pictures_have_a_row_per_rank_on_one_time_axis(tmp_path):
     assert below.get_xlim()[1] == pytest.approx(0.06, rel=0.01)
     for axes in (above, below):
         assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
-        texts = [text.get_text() for text in axes.texts]
-        assert set(texts) == {"idle 67%", "idle 33%", "idle 0%"}
+        assert {text.get_text() for text in axes.texts} == {"idle 67%", "idle 33%", "idle 0%"}
     [legend] = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         "forward",

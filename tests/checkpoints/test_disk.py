@@ -37,8 +37,9 @@ def _trained(kind: str, lr: float) -> Any:
 
 def _loads(kind: str, path: str, expected: dict[str, torch.Tensor]) -> bool:
     module = TokenModule("items")
-    fit = trainer(2, state_dict_type=kind)
-    fit.validate(module, loader(token_batches([4])), ckpt_path=path, verbose=False)
+    trainer(2, state_dict_type=kind).validate(
+        module, loader(token_batches([4])), ckpt_path=path, verbose=False
+    )
     found = full_parameters(module)
     return all(torch.equal(found[name], expected[name]) for name in expected)
 

@@ -188,8 +188,7 @@ def test_whatever_is_trained_on_and_raises_the_fit_goes_on_bit_by_bit(rank, name
     when = "before"
     if hook == "optimizer_step":
         when = "after"
-    raises = Raises(hook, when, at=1)
-    fails(name, raises, tmp_path)
+    fails(name, Raises(hook, when, at=1), tmp_path)
     goes_on(name, tmp_path)
 
 
@@ -212,8 +211,7 @@ def test_under_stealing_every_sample_is_trained_on_once(rank, tmp_path):
 
 def _one_raises(rank: int, name: str, hook: str, when: str, who: int, folder: Path) -> None:
     module = Raises(hook, when, who=(who,))
-    callbacks = [OnExceptionCheckpoint(folder, "last")]
-    run(name, module, enable_checkpointing=True, callbacks=callbacks)
+    run(name, module, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(folder, "last")])
 
 
 def _all_go_on(rank: int, name: str, folder: Path) -> None:
@@ -296,8 +294,7 @@ class Reads(Callback):
 
     def read(self, where: str, trainer: Any) -> None:
         state = trainer.train_dataloader.state_dict()
-        done = state["epoch"] * 3 + state["minibatches"]
-        self.found.add((where, done, trainer.strategy._training.steps))
+        self.found.add((where, state["epoch"] * 3 + state["minibatches"], trainer.strategy._training.steps))
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         self.read("epoch start", trainer)

@@ -186,8 +186,7 @@ def _read(rank: int, world_size: int, directory: str, how: str, what: str) -> di
 
 def _write(rank: int, directory: str, names: tuple[str, ...] = tuple(WRITERS)) -> dict[str, Tensor]:
     """A checkpoint of each name, the sharded ones consolidated, too; the parameters without any."""
-    model = _fit(rank, 2, 2)[0]
-    straight = full_parameters(model)
+    straight = full_parameters(_fit(rank, 2, 2)[0])
     for name in names:
         _, t = _fit(rank, 2, 1, **WRITERS[name])
         t.save_checkpoint(f"{directory}/{name}")
@@ -264,8 +263,7 @@ def test_three_ranks_load_what_two_wrote_bit_by_bit(rank, folder):
 def test_load_from_checkpoint(folder):
     expected = torch.load(folder / "odc full", weights_only=True)["state_dict"]
     for name, tolerance in (("odc full", 0.0), ("consolidated", 1e-5)):
-        from_checkpoint = Adam.load_from_checkpoint(folder / name, map_location="cpu")
-        found = from_checkpoint.state_dict()
+        found = Adam.load_from_checkpoint(folder / name, map_location="cpu").state_dict()
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=tolerance, atol=tolerance)

@@ -48,8 +48,7 @@ class LeavesOut(TokenModule):
     """Saves its head alone."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        state = super().state_dict(*args, **kwargs)
-        return {name: value for name, value in state.items() if "head" in name}
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "head" in name}
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
         return super().load_state_dict(state, strict=False)
@@ -73,8 +72,7 @@ class Halved(TokenModule):
     """Saves 16 bits of every number."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        state = super().state_dict(*args, **kwargs)
-        return {name: value.bfloat16() for name, value in state.items()}
+        return {name: value.bfloat16() for name, value in super().state_dict(*args, **kwargs).items()}
 
 
 class RenamedByHooks(TokenModule):
@@ -136,8 +134,7 @@ def test_a_checkpoint_holds_what_the_module_saves_and_loads(
 
 @on_ranks(2)
 def test_names_that_do_not_fit_are_said_by_the_rules_of_the_module(rank: int, tmp_path: Any) -> None:
-    trained = fit(TokenModule(), token_batches([5], seed=rank))
-    trained.save_checkpoint(tmp_path / "checkpoint")
+    fit(TokenModule(), token_batches([5], seed=rank)).save_checkpoint(tmp_path / "checkpoint")
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"embed.weight\""):
         trainer(2).fit(WithoutALevel(), ckpt_path=tmp_path / "checkpoint")
 
@@ -146,8 +143,7 @@ def test_names_that_do_not_fit_are_said_by_the_rules_of_the_module(rank: int, tm
 def test_a_hook_may_change_what_is_loaded(rank: int, tmp_path: Any) -> None:
     batches = token_batches([5, 8], seed=rank)
     module = RenamedByHooks()
-    trained = fit(module, batches)
-    trained.save_checkpoint(tmp_path / "checkpoint")
+    fit(module, batches).save_checkpoint(tmp_path / "checkpoint")
     again = RenamedByHooks()
     fit(again, batches, ckpt_path=tmp_path / "checkpoint")  # nothing is left to train
     assert are_equal(full_parameters(again), full_parameters(module))

@@ -124,8 +124,7 @@ def test_bit_equal(rank, name, tmp_path):
     t.fit(straight, loader)
     for step in steps:
         module, loader, t = make(rank, **options)
-        ckpt_path = tmp_path / f"step={step}.ckpt"
-        t.fit(module, loader, ckpt_path=ckpt_path)
+        t.fit(module, loader, ckpt_path=tmp_path / f"step={step}.ckpt")
         assert t.global_step == last
         assert are_equal(full_parameters(module), full_parameters(straight))
 

@@ -202,8 +202,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save(rank: int, folder: Path) -> None:
     for kind in KINDS:
-        token_module = TokenModule("mean", lr=0.01)
-        fit(token_module, _batches(rank), state_dict_type=kind).save_checkpoint(folder / kind)
+        fit(TokenModule("mean", lr=0.01), _batches(rank), state_dict_type=kind).save_checkpoint(folder / kind)
 
 
 class Bigger(TokenModule):

@@ -42,8 +42,7 @@ class Grouped(TokenModule):
         self.value = value
 
     def configure_optimizers(self) -> Any:
-        params = list(self.parameters())
-        return torch.optim.SGD([{"params": params, "value": self.value}], lr=0.01)
+        return torch.optim.SGD([{"params": list(self.parameters()), "value": self.value}], lr=0.01)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         pass
@@ -71,8 +70,7 @@ def save(place: str, path: Path, mark: Mark) -> None:
             file = path
         else:
             file = path / "meta.pt"
-        checkpoint = torch.load(file, weights_only=True)
-        torch.save({**checkpoint, "mark": mark}, file)
+        torch.save({**torch.load(file, weights_only=True), "mark": mark}, file)
     if place == "index" and dist.get_rank() == 0:
         index = path / ".metadata"
         metadata = pickle.loads(index.read_bytes())
@@ -128,8 +126,7 @@ def test_fabric_refuses_code(rank, place, tmp_path):
     path = tmp_path / "saved.ckpt"
     mark = Mark(tmp_path / "mark")
     save(place, path, mark)
-    strategy = ODCFabricStrategy(sharding_strategy="FULL_SHARD")
-    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
+    fabric = Fabric(strategy=ODCFabricStrategy(sharding_strategy="FULL_SHARD"), accelerator="cpu", devices=2)
     fabric.launch()
     module = fabric.setup_module(Grouped())
     assert not runs_code(lambda: fabric.load(path, {"model": module}), mark)
@@ -139,8 +136,7 @@ def test_fabric_refuses_code(rank, place, tmp_path):
 def test_what_training_saves_is_trusted(rank, tmp_path):
     """The index, layouts and dtypes of a real checkpoint are known, in half precision, too."""
     path = tmp_path / "saved.ckpt"
-    module = Grouped()
-    t = fit(module, batches(), state_dict_type="sharded", precision="bf16-true")
+    t = fit(Grouped(), batches(), state_dict_type="sharded", precision="bf16-true")
     t.save_checkpoint(path)
     refuse_code(path)
     trainer(2, max_epochs=2, precision="bf16-true").fit(Grouped(), batches(), ckpt_path=path)

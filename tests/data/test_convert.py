@@ -67,8 +67,7 @@ def test_a_stream_needs_a_window():
     with pytest.raises(ValueError, match="window=1, "):
         balanced_from(DataLoader(dataset, batch_size=2))
     dataloader = DataLoader(dataset, batch_size=2, collate_fn=list)
-    balanced = balanced_from(dataloader, window=1, num_replicas=1, rank=0)
-    assert len(list(balanced)) == 2
+    assert len(list(balanced_from(dataloader, window=1, num_replicas=1, rank=0))) == 2
 
 
 def test_a_minibatch_has_the_samples_that_all_ranks_have_under_stock_lightning():
@@ -110,8 +109,7 @@ class Repeats(DataLoader[Any]):
 
 
 def test_a_loader_of_another_class_is_balanced_unless_it_makes_its_own_batches():
-    dataloader = Renamed(ROWS, collate_fn=list)
-    balanced = balanced_from(dataloader, num_replicas=1, rank=0)
+    balanced = balanced_from(Renamed(ROWS, collate_fn=list), num_replicas=1, rank=0)
     assert balanced.options.minibatch_size == 3
     with pytest.raises(
         ValueError, match=r"Repeats\.__iter__ decides which batches.*DataLoader\(dataset, batch_size=2, "
@@ -167,8 +165,7 @@ def test_by_default_no_microbatch_is_larger_than_the_largest_batch():
 def test_rows_that_are_rounded_above_the_cap_are_refused_at_once():
     def pad_to_eight(samples: list[list[int]]) -> torch.Tensor:
         table = pad(samples)
-        size = table.size(1)
-        return torch.nn.functional.pad(table, (0, -size % 8))
+        return torch.nn.functional.pad(table, (0, -table.size(1) % 8))
 
     dataloader: DataLoader[Any] = DataLoader(ROWS, batch_size=2, collate_fn=pad_to_eight)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_tokens=16"):

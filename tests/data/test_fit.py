@@ -63,8 +63,7 @@ class RowsModule(TokenModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.batches += 1
         logits = self.net(batch["input_ids"])[0, :-1]
-        labels = batch["labels"][0, 1:]
-        return torch.nn.functional.cross_entropy(logits, labels)
+        return torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:])
 
 
 def reference() -> Parameters:

@@ -47,8 +47,7 @@ def test_what_is_expected_holds_whatever_trained_before():
     assert "of the computed tokens; with your batches, 32%." in said
     assert "of the time; with your batches, about 6%." in said
     assert "one sample at a time (4 accumulated batches of 1) computes 0% padding." in said
-    alone = planned_gain(np.array([8, 7, 2, 1]), 1, 2, padded)
-    assert "one sample at a time" not in alone.described(2)
+    assert "one sample at a time" not in planned_gain(np.array([8, 7, 2, 1]), 1, 2, padded).described(2)
 
 
 def test_more_ranks_wait_more_and_equal_lengths_do_not():
@@ -100,8 +99,7 @@ def test_looking_leaves_the_data_set_and_its_random_numbers_alone():
         assert random.getstate() == before
     assert outer.read == inner.read == 0
     assert inner.draw() == outer.draw() == Drawing().draw()
-    both = ConcatDataset([inner, outer])
-    assert seen(both) == 64
+    assert seen(ConcatDataset([inner, outer])) == 64
     assert inner.draw() == outer.draw()
 
 

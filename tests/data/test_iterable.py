@@ -121,8 +121,7 @@ def test_how_many_minibatches_there_are():
     assert len(loader(drop_last=True)) == 5
     assert len(list(loader(drop_last=True))) == 5
     assert len(list(loader(Endless(), drop_last=True))) == 5
-    dataset = Endless([5] * 24)
-    assert len(list(loader(dataset, drop_last=True))) == 6
+    assert len(list(loader(Endless([5] * 24), drop_last=True))) == 6
     with pytest.raises(TypeError):
         len(loader(Endless()))
 
@@ -175,5 +174,4 @@ def test_samples_are_checked_as_they_come():
         list(loader(Sized([5, 0])))
     with pytest.raises(LengthsUnknownError):
         list(loader(iter([object()])))
-    dataset = iter(["a text", "b"])
-    assert len(list(loader(dataset, length_fn=len))) == 1
+    assert len(list(loader(iter(["a text", "b"]), length_fn=len))) == 1

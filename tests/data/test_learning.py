@@ -155,8 +155,7 @@ def test_a_stream_learns_where_it_is_planned():
     for shares in zip(*ranks, strict=True):
         counts.append([sum(len(microbatch) for microbatch in share) for share in shares])
         assert shares[0].plan == shares[1].plan
-        measured = [times(rank, share) for rank, share in enumerate(shares)]
-        meet(measured, shares)
+        meet([times(rank, share) for rank, share in enumerate(shares)], shares)
     assert counts[0] == [4, 4]
     assert counts[-1] == [6, 2]
 
@@ -177,8 +176,7 @@ def test_every_minibatch_knows_what_is_in_it():
             assert [d.lengths for d in share.origin.details] == [[len(s) for s in m] for m in share]
             assert [d.seed for d in share.origin.details] == [(0, 0, int(m[0][0]), 1) for m in share]
             seeds.update(d.seed for d in share.origin.details)
-            origin = share.map(lambda m: m).origin
-            assert origin is share.origin
+            assert share.map(lambda m: m).origin is share.origin
     assert len(seeds) > 6
 
 
@@ -274,8 +272,7 @@ def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it() -> None:
         other = capped_loader(30)
         resumed.load_state_dict(state)
         assert resumed.max_tokens == expected
-        plan = resumed.plan(1, 1)
-        assert plan.text == own.plan(1, 1).text
+        assert resumed.plan(1, 1).text == own.plan(1, 1).text
         resumed.follow(Cut(Rule("sample")))
         assert resumed.max_tokens == expected, "what a trial of the loss decides changes no cap"
         with pytest.warns(UserWarning, match="The max_tokens of the checkpoint is not used"):

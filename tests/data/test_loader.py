@@ -123,8 +123,7 @@ def test_each_pass_is_an_epoch_in_an_order_of_the_seed(monkeypatch):
     in_order = loader(shuffle=False)  # two ranks take turns, so epochs 0 and 2 are alike
     first = passes(in_order)
     _ = passes(in_order)
-    third = passes(in_order)
-    assert third == first
+    assert passes(in_order) == first
 
 
 def test_iterating_leaves_random_numbers_alone():
@@ -304,8 +303,7 @@ def test_workers_end_with_a_pass_that_is_given_up_and_kept_ones_with_their_loade
     others = set(multiprocessing.active_children())
     iterator = iter(loader(num_workers=1))
     next(iterator)
-    active_children = set(multiprocessing.active_children())
-    assert len(active_children - others) == 1
+    assert len(set(multiprocessing.active_children()) - others) == 1
     iterator.close()  # type: ignore[attr-defined]
     assert set(multiprocessing.active_children()) <= others
     gc.disable()  # not some time later
@@ -336,8 +334,7 @@ class Deadly(Rows):
 def _loses_a_worker(rank: int, folder: Path) -> list[str]:
     host_memory.ROOT = folder
     try:
-        dataset = Deadly(LENGTHS, folder / "proc/vmstat")
-        passes(loader(dataset, num_workers=1, num_replicas=1))
+        passes(loader(Deadly(LENGTHS, folder / "proc/vmstat"), num_workers=1, num_replicas=1))
     except (RuntimeError, OSError, EOFError) as error:
         return error.__notes__
     return []
@@ -369,8 +366,7 @@ def test_a_position_in_minibatches_of_another_size():
         for w in caught:
             assert f"at most {lost} samples of the epoch are left out" in str(w.message)
     progress = Progress()
-    state = progress.state(order)
-    progress.load({**state, "minibatches": 2})
+    progress.load({**progress.state(order), "minibatches": 2})
     with pytest.raises(ValueError, match=r"Write Trainer\(accumulate_grad_batches=1\)"):
         progress.begin(Order("a", 8, 2), 10)
 

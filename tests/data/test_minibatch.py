@@ -22,9 +22,7 @@ def test_it_is_a_sequence_of_microbatches():
     assert twice.microbatches == ["aa", "bb"]
     assert twice.weights == [3.0, 5.0]
     assert twice.plan == "p"
-    minibatch = list(Minibatch([]))
-    weighted = list(Minibatch([]).weighted())
-    assert minibatch == weighted == []
+    assert list(Minibatch([])) == list(Minibatch([]).weighted()) == []
     assert list(Minibatch(["a"]).weighted()) == [("a", 1.0)]
 
 
@@ -61,8 +59,7 @@ def test_bad_arguments():
 def shares(*sizes: tuple[int, ...], lengths: list[int] | None = None) -> Minibatch:
     share = Minibatch([{"x": torch.ones(size), "name": "a"} for size in sizes])
     if lengths is not None:
-        details = [MicrobatchFacts([4] * length, (0,)) for length in lengths]
-        share.origin = LoaderFacts(details)
+        share.origin = LoaderFacts([MicrobatchFacts([4] * length, (0,)) for length in lengths])
     return share
 
 

@@ -87,8 +87,9 @@ def test_regrouping_moves_samples_within_their_window_only(lengths, window, shuf
         together = sorted(chain.from_iterable(seen[first : first + window]))
         assert together == sorted(order[first * 6 : first * 6 + len(together)].tolist())
     again = schedule(lengths, window=window, regroup=True, shuffle=shuffle, drop_last=drop_last)
-    found = sorted(again.samples(2, len(made) - 1).tolist())
-    assert found == seen[-1], "from the middle as from the beginning"
+    assert sorted(again.samples(2, len(made) - 1).tolist()) == seen[-1], (
+        "from the middle as from the beginning"
+    )
 
 
 def test_ranks_that_are_alike_take_turns():
@@ -170,8 +171,7 @@ def test_weightings():
 
 def test_the_text_tells_plans_apart():
     text = schedule(shuffle=True).plan(0, 0).text
-    plan = schedule(shuffle=True).plan(0, 1)
-    others = [plan.text, schedule(shuffle=True).plan(1, 0).text]
+    others = [schedule(shuffle=True).plan(0, 1).text, schedule(shuffle=True).plan(1, 0).text]
     for lengths, other in (
         (range(1, 24), {"seed": 1}),
         (range(1, 24), {"policy": "local_sort"}),

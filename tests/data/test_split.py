@@ -27,8 +27,7 @@ def test_packed_rows_are_cut_down_to_their_samples(lengths: list[int], weight: f
     todo = [Task(PackingCollator()(tokens), weight, None)]
     while todo:
         task = todo.pop(0)
-        rule = Rule("token", LabelCounter(skips_first=True))
-        parts = parts_of(task, rule)
+        parts = parts_of(task, Rule("token", LabelCounter(skips_first=True)))
         if not parts:
             found.append(task)
             continue
@@ -46,9 +45,7 @@ def test_packed_rows_are_cut_down_to_their_samples(lengths: list[int], weight: f
 
 def test_rows_are_also_found_by_positions() -> None:
     row = {name: value for name, value in pack_samples([[1, 2, 3], [4, 5]]).items() if name != "cu_seqlens"}
-    task = Task(row, 1.0, None)
-    parts = parts_of(task, Rule("token"))
-    first, second = (part.microbatch for part in parts)
+    first, second = (part.microbatch for part in parts_of(Task(row, 1.0, None), Rule("token")))
     assert first["input_ids"].tolist() == [[1, 2, 3]]
     assert second["position_ids"].tolist() == [[0, 1]]
 
@@ -76,8 +73,7 @@ def test_tensors_are_cut_along_the_batch() -> None:
     ):
         x = torch.arange(12.0).view(3, 4)
         names = ["a", "b", "c"]
-        task = Task(make(x, names), 6.0, None)
-        first, second = parts_of(task, Rule("token"))
+        first, second = parts_of(Task(make(x, names), 6.0, None), Rule("token"))
         assert type(first.microbatch) is type(make(x, names))
         assert [one.weight for one in (first, second)] == [2.0, 4.0]
         expected = repr(make(x[1:], names[1:]))
@@ -87,14 +83,12 @@ def test_tensors_are_cut_along_the_batch() -> None:
 def test_what_has_no_samples_to_count_is_not_cut_and_what_can_be_read_again_is() -> None:
     rows = (torch.ones(3, 2), torch.ones(4))
     for batch in (torch.ones(1, 9), torch.ones(9, dtype=torch.long), rows, "text", {}, None):
-        task = Task(batch, 1.0, None)
-        assert parts_of(task, Rule("token")) == []
+        assert parts_of(Task(batch, 1.0, None), Rule("token")) == []
 
     def read(indices: list[int]) -> Task:
         return Task(f"batch of {indices}", float(len(indices)), None)
 
-    rereader = Rereader([5, 6, 7], read, lambda: ([], []))
-    detail = MicrobatchFacts([9, 1, 2], (0,), rereader)
+    detail = MicrobatchFacts([9, 1, 2], (0,), Rereader([5, 6, 7], read, lambda: ([], [])))
     assert parts_of(Task("not looked at", 3.0, detail), Rule("token")) == [read([5]), read([6, 7])]
     microbatch_facts = MicrobatchFacts([9], (0,), Rereader([5], read, lambda: ([], [])))
     assert parts_of(Task("", 1.0, microbatch_facts), Rule("token")) == []
@@ -106,8 +100,7 @@ def test_what_has_no_samples_to_count_is_not_cut_and_what_can_be_read_again_is()
 
 def test_weights_of_parts_that_are_read_again_add_up_to_that_of_the_whole() -> None:
     options: dict[str, Any] = {"lengths": [1, 2, 3, 4], "max_tokens": 10, "num_replicas": 1, "rank": 0}
-    dataset = list(torch.arange(4.0))
-    data = BalancedDataLoader(dataset, minibatch_size=4, weighting="token", **options)
+    data = BalancedDataLoader(list(torch.arange(4.0)), minibatch_size=4, weighting="token", **options)
     (task,) = next(iter(data)).tasks()
     parts = parts_of(task, Rule("token"))
     assert sum(part.weight for part in parts) == pytest.approx(task.weight)
@@ -119,9 +112,7 @@ def test_weights_of_parts_that_are_read_again_add_up_to_that_of_the_whole() -> N
 
 def test_packed_rows_are_cut_with_all_that_belongs_to_samples_or_not_at_all() -> None:
     row = {**pack_samples([[1, 2, 3], [4, 5]]), "names": ["a", "b"]}
-    task = Task(row, 1.0, None)
-    parts = parts_of(task, Rule("token"))
-    first, second = (part.microbatch for part in parts)
+    first, second = (part.microbatch for part in parts_of(Task(row, 1.0, None), Rule("token")))
     assert first["names"] == ["a"]
     assert second["names"] == ["b"]
     images = {**row, "images": [torch.ones(2, 2), torch.ones(3, 3)]}

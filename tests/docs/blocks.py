@@ -86,8 +86,7 @@ def command_of(program: Block) -> list[str]:
         if block.language == "console"
         for line in block.text.splitlines()
     ]
-    words = [line.split() for line in lines]
-    named = [command for command in words if program.file in command]
+    named = [command for command in [line.split() for line in lines] if program.file in command]
     if named:
         return named[0]
     return ["python", program.file]

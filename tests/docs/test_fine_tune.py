@@ -169,8 +169,7 @@ def test_only_tokens_that_the_assistant_says_are_labels(folder: Path) -> None:
     said = [token for token, label in zip(ids, labels, strict=True) if label != -100]
     assert said == [label for label in labels if label != -100]
     assert tokenizer.decode(said) == f"1 2 3{END}\n3 2 1{END}\n"
-    no_answer = {"messages": TRAIN[2]["messages"][:1]}
-    assert tokenize(no_answer, tokenizer)["input_ids"] == []
+    assert tokenize({"messages": TRAIN[2]["messages"][:1]}, tokenizer)["input_ids"] == []
     tokenizer.chat_template = TEMPLATE.replace("message.content", "message.content if loop.last else ''")
     with pytest.raises(ValueError, match="changes earlier turns"):
         tokenize(TRAIN[2], tokenizer)
@@ -189,8 +188,7 @@ def test_it_prints_what_the_page_shows(output: str) -> None:
 
 
 def test_the_written_directory_holds_the_trained_weights(folder: Path, output: str) -> None:
-    recipe = runpy.run_path(str(folder / FILE))
-    module = recipe["FineTune"]()
+    module = runpy.run_path(str(folder / FILE))["FineTune"]()
     assert isinstance(module.model, PeftModel)
     assert module.model.is_gradient_checkpointing
     before = weights(loaded(folder / "model"))
@@ -236,8 +234,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(folder: Path, output: s
     assert "SIGKILL" in killed
     assert [*evaluations(killed)] == [0, 5, 10]
     assert not (tmp_path / "fine-tuned").exists()
-    resumed = train(tmp_path)
-    losses = evaluations(resumed)
+    losses = evaluations(train(tmp_path))
     assert [*losses] == [15, 20]
     steps = [
         int(row["step"]) for row in rows_of(tmp_path / "logs" / "lightning_logs" / "version_1") if row["loss"]

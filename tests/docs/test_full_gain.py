@@ -79,8 +79,7 @@ def test_programs_run_as_files(step: str, runs: dict[str, tuple[str, Path]]) -> 
     assert "stopped: `max_epochs=2` reached" in output
     assert ("Plan: policy" in output) == (step in ("switch", "pack"))
     assert ("packs samples into one row" in output) == (step == "pack")
-    program = full_gain.programs()[step]
-    found = full_gain.figures(output, program)
+    found = full_gain.figures(output, full_gain.programs()[step])
     assert found["seconds"] > 0
     assert ("waiting" in found) == (step != "plan")  # which steps by hand
     assert 0 <= found.get("waiting", 0) < 1
@@ -120,8 +119,7 @@ def test_the_figures_of_other_pages_are_theirs() -> None:
     assert f"(x{rebalanced})" in (ROOT / "docs" / "huggingface.md").read_text()
     middle, least, most = on_nodes
     assert f"**{middle}** [{least}, {most}]" in (ROOT / "docs" / "measured-nodes.md").read_text()
-    measured = json.loads(full_gain.DATA.read_text())
-    assert full_gain.table(measured).markdown() in full_gain.PAGE.read_text()
+    assert full_gain.table(json.loads(full_gain.DATA.read_text())).markdown() in full_gain.PAGE.read_text()
 
 
 def test_first_screens_show_one_run_of_the_example() -> None:

@@ -58,8 +58,7 @@ def ended(case: str, way: str, is_equal: bool = False) -> list[Outcome]:
 
 
 def assert_exact(outcomes: list[Outcome], on_demand: bool) -> None:
-    codes = [outcome.exitcode for outcome in outcomes]
-    assert codes == [0, 0], [outcome.error for outcome in outcomes]
+    assert [outcome.exitcode for outcome in outcomes] == [0, 0], [outcome.error for outcome in outcomes]
     for outcome in outcomes:
         difference, without_rank_1, reads = outcome.result
         assert difference <= TOLERANCE

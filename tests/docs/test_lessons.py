@@ -55,8 +55,7 @@ def test_a_picture_has_a_dark_twin_in_the_same_roles():
     pictures.darken(figure)
     paper, ink, dark = colours()
     assert (paper, ink) == (DARK[WHITE], DARK[BLACK])
-    expected = {DARK.get(colour, colour) for colour in light}
-    assert dark == expected
+    assert dark == {DARK.get(colour, colour) for colour in light}
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no Node here to run the JavaScript of the sliders")

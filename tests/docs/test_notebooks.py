@@ -89,16 +89,13 @@ def test_the_first_cell_installs_the_package_only_where_it_is_missing(installed,
         found = importlib.util.find_spec("lightning_odc")
     monkeypatch.setattr(importlib.util, "find_spec", {"lightning_odc": found, "support": found}.get)
     for name in NAMES:
-        notebook = build.from_source(name)
-        cell = next(cell for cell in notebook.cells if cell.cell_type == "code")
-        jupyter = cell.metadata["jupyter"]
-        assert jupyter == {"source_hidden": True}, name
+        cell = next(cell for cell in build.from_source(name).cells if cell.cell_type == "code")
+        assert cell.metadata["jupyter"] == {"source_hidden": True}, name
         check, imports = re.split(r"\n\nfrom (?:lightning_odc|support)", cell.source, maxsplit=1)
         assert imports, name
         ran.clear()
         monkeypatch.setattr(sys, "path", sys.path[:])
-        code = TransformerManager().transform_cell(check)
-        exec(code, {"get_ipython": Shell})
+        exec(TransformerManager().transform_cell(check), {"get_ipython": Shell})
         if installed:
             expected = []
         else:
@@ -108,8 +105,7 @@ def test_the_first_cell_installs_the_package_only_where_it_is_missing(installed,
 
 
 def test_the_answer_is_the_replay_of_the_first_lesson_and_gives_way_to_the_readers():
-    notebook = build.from_source(NAMES[5])
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    cells = [cell for cell in build.from_source(NAMES[5]).cells if cell.cell_type == "code"]
     place = next(i for i, cell in enumerate(cells) if cell.metadata.get("title") == "The answer")
     names: dict = {}
     for cell in cells[place - 2 : place + 1]:
@@ -143,11 +139,9 @@ def test_what_a_reader_should_not_find_is_found():
         output = nbformat.v4.new_output(kind, **content)
         outputs = next(cell for cell in notebook.cells if cell.cell_type == "code").outputs
         outputs.append(output)
-        problems = build.problems(notebook)
-        assert any(problem in found for found in problems), problem
+        assert any(problem in found for found in build.problems(notebook)), problem
     notebook = build.from_source(NAMES[0])
-    not_run = build.problems(notebook)
-    assert {"it has no outputs", "cell [1] has the number None"} <= {*not_run}
+    assert {"it has no outputs", "cell [1] has the number None"} <= {*build.problems(notebook)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -179,8 +173,7 @@ def test_the_page_shows_everything_and_asks_nobody(name):
 
 
 def test_the_figure_with_sliders_is_the_present_one():
-    content = read(NAMES[0])
-    outputs = [output for cell in content.cells for output in cell.get("outputs", [])]
+    outputs = [output for cell in read(NAMES[0]).cells for output in cell.get("outputs", [])]
     (figure,) = [output.data for output in outputs if "text/html" in output.get("data", {})]
     expected = sliders.page(figure["text/plain"])
     assert figure["text/html"] == expected, f"run: make notebooks ARGS='--write {NAMES[0]}'"

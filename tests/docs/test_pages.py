@@ -103,8 +103,7 @@ def test_programs_on_pages_are_the_files_of_examples() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(450)
 def test_the_example_prints_what_the_pages_show(tmp_path: Path) -> None:
-    arguments = [str(ROOT / "examples" / "compare.py")]
-    output = run(arguments, tmp_path, {})
+    output = run([str(ROOT / "examples" / "compare.py")], tmp_path, {})
     lines = without_times(output)
     assert len(told("README.md")) == 12
     assert not [line for line in told("README.md") if line not in lines]

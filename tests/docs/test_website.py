@@ -124,10 +124,8 @@ def test_the_first_use_in_text_is_explained() -> None:
         assert tooltips.explain(html, TERMS) == html
     config = MkDocsConfig()
     html = "<p>A microbatch</p>"
-    file = File("t.md", str(DOCS), "site", True)
-    page = Page("t", file, config)
-    page_text = tooltips.on_page_content(html, page=page, config=config)
-    assert "<abbr" in page_text
+    page = Page("t", File("t.md", str(DOCS), "site", True), config)
+    assert "<abbr" in tooltips.on_page_content(html, page=page, config=config)
     page.meta["tooltips"] = False  # a page can do without
     assert tooltips.on_page_content(html, page=page, config=config) == html
 
@@ -237,8 +235,7 @@ def test_every_picture_is_used_and_described() -> None:
         for tag in USED_HTML.findall(text):
             if found := re.search(r"pictures/([\w-]+)-(?:light|dark)\.svg", tag):
                 alt = re.search(r'alt="([^"]*)"', tag)
-                texts = used.setdefault(found[1], [])
-                texts.append(alt[1] if alt else "")
+                used.setdefault(found[1], []).append(alt[1] if alt else "")
     assert used.keys() == PICTURES.keys()
     assert not [name for name, alts in used.items() for alt in alts if len(alt) < 40]
 

@@ -142,8 +142,7 @@ def test_what_is_kept_is_given_back_in_the_middle_of_a_minibatch_when_memory_get
     net = {"frozen": True}
     reads = []
     for tight_at in (2, 3, 5, float("inf")):
-        keep = FakeMemory(100_000, tight_at)
-        result = kept(rank, keep, net=net)
+        result = kept(rank, FakeMemory(100_000, tight_at), net=net)
         assert_same(result["parameters"], one_process(net))
         reads.append(sum(result["reads"]))
     if rank == 0:
@@ -162,8 +161,7 @@ def test_ranks_that_share_a_gpu_share_what_is_free(monkeypatch):
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
     place = Place(torch.device("cuda", 0), 0, 3, 3, "")
-    memory = _memory(place, lambda own: [own, "b", own])
-    assert memory.usable() == 550
+    assert _memory(place, lambda own: [own, "b", own]).usable() == 550
     assert _memory(place, lambda own: [own, "b", "c"]).usable() == 1050
 
 
@@ -195,8 +193,7 @@ class Frozen(TokenModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.first:
             return self.frozen_pass(batch) * super().training_step(batch, batch_idx)
-        loss = super().training_step(batch, batch_idx)
-        return loss * self.frozen_pass(batch)
+        return super().training_step(batch, batch_idx) * self.frozen_pass(batch)
 
 
 #: Whether the frozen pass comes first, and what it is tried with.

@@ -136,8 +136,7 @@ def test_what_was_summed_is_dropped_where_the_user_empties_gradients(rank):
     """The first of two passes is emptied. From the second step on it lies in sums, which no owner has seen."""
     init_gloo(rank)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    gather_cache = GatherCache(2**20, HostMemory(2))
-    engine = attached(rank, model, gather_cache=gather_cache)
+    engine = attached(rank, model, gather_cache=GatherCache(2**20, HostMemory(2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # holds shards
     found = []
     held = []

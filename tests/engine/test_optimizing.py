@@ -36,8 +36,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def sharded(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 1)  # rank 1 has no last row
-    sequential = nn.Sequential(*layers)
-    return fully_shard(sequential.to(dtype))
+    return fully_shard(nn.Sequential(*layers).to(dtype))
 
 
 def _stepped(name: str, dtype: torch.dtype, lists: bool) -> list[Tensor]:

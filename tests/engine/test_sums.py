@@ -245,8 +245,7 @@ def test_a_unit_that_runs_another_number_of_times_is_found(calls: list[int], fit
     """A part may do without a unit. Unit 1 has added nothing, so it may run as often as it likes."""
     model = Model([1, 4, 2], [])
     model.forward(calls)
-    times = {model.units[unit].slots[0]: 1 for unit in (0, 2)}
-    added = Added(times, calls={0: 1, 1: 4, 2: 2})
+    added = Added({model.units[unit].slots[0]: 1 for unit in (0, 2)}, calls={0: 1, 1: 4, 2: 2})
     model.additions.retry(added)
     if fits:
         assert model.backward(["x"]) is None

@@ -73,8 +73,7 @@ def use_the_transport(probe: Probe, rank: int) -> None:
         probe.failed.append("shared accumulators")
         probe.say(f"NO SHARED ACCUMULATORS: {reason}")
     with probe.step("open windows"):
-        window_spec = WindowSpec(units=(unit,), words=2)
-        ours.open(window_spec)
+        ours.open(WindowSpec(units=(unit,), words=2))
     with probe.step("write the own shard, announce it by the device"):
         ours.shard(rank, 0).fill_(rank + 1.0)
         ours.announce(0, 1)

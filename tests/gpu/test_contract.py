@@ -52,14 +52,12 @@ def _adds_at_the_same_time(rank: int) -> list[float]:
     protocol = Protocol(transport(rank, device), [spec], timeout=60)
     protocol.open()
     protocol.windows[0].publish()
-    world = dist.get_world_size()
-    chunks = torch.ones(world, numel, dtype=torch.bfloat16, device=device)
+    chunks = torch.ones(dist.get_world_size(), numel, dtype=torch.bfloat16, device=device)
     rendezvous()(None)
     for _ in range(50):
         protocol.windows[0].accumulate(chunks.view(-1), [Segment(0, 0, numel)])
     protocol.end_version("step")
-    summed = protocol.windows[0].summed()
-    found = summed.unique().tolist()
+    found = protocol.windows[0].summed().unique().tolist()
     protocol.meet("end")
     protocol.close()
     return found
@@ -78,8 +76,7 @@ def test_the_kernel_adds_as_add_does():
         (0, 1, 1024, 1025, MIB + 5), DTYPES, (torch.float32, torch.float64)
     ):
         for world, first in ((1, 0), (3, 1)):
-            case = Case(world, numel, dtype, into, first, "cuda")
-            case.check(first=world - 1)
+            Case(world, numel, dtype, into, first, "cuda").check(first=world - 1)
 
 
 def _opens_again(rank: int) -> list[int]:
@@ -92,8 +89,7 @@ def _opens_again(rank: int) -> list[int]:
     unit = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
     for _ in range(4):
         opened = transport(rank, device)
-        window_spec = WindowSpec(units=(unit,), words=1)
-        opened.open(window_spec)
+        opened.open(WindowSpec(units=(unit,), words=1))
         rendezvous()(None)
         opened.close()
         opened.close()
@@ -138,15 +134,13 @@ def _not_allowed(rank: int) -> str:
 
 
 def test_ranks_on_one_gpu_are_refused_unless_allowed():
-    device_count = torch.cuda.device_count()
-    world_size = max(device_count + 1, 2)
+    world_size = max(torch.cuda.device_count() + 1, 2)
     for text in run_ranks(_not_allowed, world_size=world_size):
         assert "if devices overlap, give every rank a GPU of its own" in text
 
 
 def _dies(rank: int) -> list[Any]:
-    device = start(rank)
-    opened = transport(rank, device)
+    opened = transport(rank, start(rank))
     opened.open(contract.SPEC)
     rendezvous()(None)
     if rank == 1:

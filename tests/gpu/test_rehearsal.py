@@ -68,8 +68,7 @@ def test_the_probe_says_which_step_failed(capsys):
     with pytest.raises(OSError, match="not permitted"), one.step("open windows"):
         raise OSError("not permitted")
     assert one.failed == ["open windows"]
-    lines = capsys.readouterr().out.splitlines()
-    found = [line.split("rank 0  ")[1] for line in lines]
+    found = [line.split("rank 0  ")[1] for line in capsys.readouterr().out.splitlines()]
     assert found == ["open windows ...", "open windows: FAILED: OSError: not permitted"]
 
 

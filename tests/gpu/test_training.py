@@ -272,14 +272,12 @@ def _edits(rank: int) -> list[str]:
     messages = []
     for edits_gathered in (False, True):
         model = Net().to(device)
-        mesh = mesh_for(device.type, 2)
-        shard_model(model, mesh, reshard_after_forward=False)
+        shard_model(model, mesh_for(device.type, 2), reshard_after_forward=False)
         own = engine(rank, device)
         own.attach(model)
         if rank == 1 and not edits_gathered:
             model.head.weight.to_local().data.add_(1.0)
-        tokens = minibatch(0)[0].to(device)
-        loss = summed_loss(model, tokens)
+        loss = summed_loss(model, minibatch(0)[0].to(device))
         if rank == 1 and edits_gathered:
             model.head.weight.data.add_(1.0)
         with own.backward():

@@ -103,8 +103,7 @@ def explore(
     errors: list[BaseException | None] = [None] * world_size
 
     def work(rank: int, scheduler: Scheduler) -> None:
-        interleaved = Interleaved(hub.transport(rank), scheduler)
-        protocol = protocol_class(interleaved, UNITS, timeout=10, **options)
+        protocol = protocol_class(Interleaved(hub.transport(rank), scheduler), UNITS, timeout=10, **options)
         try:
             play(protocol, counts)
         except Exception as error:  # a broken protocol fails in many ways
@@ -202,8 +201,7 @@ def test_the_explorer_finds_broken_protocols(monkeypatch, broken, constants):
 
 def add_ones(protocol: Protocol, unit: int) -> None:
     numel = UNITS[unit].grad_numel
-    ones = torch.ones(protocol.transport.world_size, numel)
-    chunks = ones.view(-1)
+    chunks = torch.ones(protocol.transport.world_size, numel).view(-1)
     segments = [Segment(0, 0, numel)]
     protocol.windows[unit].accumulate(chunks, segments)
 

@@ -76,8 +76,7 @@ def test_a_thief_that_comes_too_late_helps_the_next_peer():
 def test_too_many_microbatches_and_a_fixed_order_of_sums_are_refused():
     with pytest.raises(ValueError, match="up to 4095 microbatches"):
         queues([[1.0] * 4096])
-    transport = ThreadHub(2).transport(0)
-    protocol = Protocol(transport, UNITS, timeout=5, deterministic=True)
+    protocol = Protocol(ThreadHub(2).transport(0), UNITS, timeout=5, deterministic=True)
     with pytest.raises(
         ValueError, match=r'Use BalancedDataLoader\(balance="lb_mini"\), the same plan without'
     ):
@@ -93,8 +92,7 @@ def test_every_microbatch_runs_exactly_once_in_any_interleaving(seed):
     ran: list[list[tuple[int, int, int]]] = [[] for _ in range(world)]
 
     def run(rank: int, scheduler: Scheduler) -> None:
-        transport = Interleaved(hub.transport(rank), scheduler)
-        protocol = Protocol(transport, UNITS, timeout=20)
+        protocol = Protocol(Interleaved(hub.transport(rank), scheduler), UNITS, timeout=20)
         protocol.open()
         for number, costs in enumerate(rounds, 1):  # ranks may be apart: no meeting in between
             ran[rank] += [(number, *item) for item in WorkQueues(protocol, number, costs).claims()]

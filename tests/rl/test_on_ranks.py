@@ -53,8 +53,7 @@ def learn(policy: Any, updates: Any, optimizer: Any, backward: Any, counts: list
     for update in updates:
         counts.append(len(update))
         for microbatch in update:
-            logprobs = rl.logprobs(policy, microbatch)
-            backward(policy_loss(logprobs, microbatch))
+            backward(policy_loss(rl.logprobs(policy, microbatch), microbatch))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -95,8 +94,7 @@ class Learns(LightningModule):
         learn(self.policy, updates, self.optimizers(), self.manual_backward, self.microbatches)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        parameters = self.policy.parameters()
-        return torch.optim.SGD(parameters, lr=LR)
+        return torch.optim.SGD(self.policy.parameters(), lr=LR)
 
 
 def by_index(rollouts: Any) -> list[rl.Rollout]:
@@ -207,14 +205,12 @@ def test_fabric(rank) -> None:
     fabric.launch()
     policy = nets()[0]
     alone = nets()[0]
-    sgd = torch.optim.SGD(policy.parameters(), lr=LR)
-    model, optimizer = fabric.setup(policy, sgd)
+    model, optimizer = fabric.setup(policy, torch.optim.SGD(policy.parameters(), lr=LR))
     rollouts = rl.exchange(fabric, rolled_out(LENGTHS) if rank == 1 else [])
     set_advantages(rollouts)
     rl.score(model, rollouts, into="logprobs")
     counts: list[int] = []
-    updates = rollouts.updates(EPOCHS, MINIBATCHES)
-    learn(model, updates, optimizer, fabric.backward, counts)
+    learn(model, rollouts.updates(EPOCHS, MINIBATCHES), optimizer, fabric.backward, counts)
     strategy: Any = fabric.strategy
     strategy.teardown()
     assert 0 in [count for own in of_all_ranks(counts) for count in own]

@@ -48,8 +48,7 @@ def alone(rank: int = 0, others: Callable[[Any], list[Any]] = single_process, co
 
 def sharded(rank: int) -> Fabric:
     """A rank of two with a sharded model; sums in a fixed order, which has no say in who samples what."""
-    strategy = ODCFabricStrategy(deterministic=True)
-    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
+    fabric = Fabric(strategy=ODCFabricStrategy(deterministic=True), accelerator="cpu", devices=2)
     fabric.launch()
     torch.manual_seed(0)
     fabric.setup_module(Net())
@@ -130,8 +129,7 @@ def test_the_longest_come_first_with_random_numbers_of_their_own(monkeypatch):
     claims = claim_prompts(alone(), [1, 2])
     expected = torch.random.get_rng_state()
     next(claims)
-    rng_state = torch.random.get_rng_state()
-    assert not torch.equal(rng_state, expected)
+    assert not torch.equal(torch.random.get_rng_state(), expected)
     del claims  # a loop that is left gives them back
     assert torch.equal(torch.random.get_rng_state(), expected)
     heard: list[Any] = []

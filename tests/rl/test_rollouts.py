@@ -67,8 +67,7 @@ def test_passes_and_seeds_shuffle_and_one_minibatch_is_scored_as_it_is_learnt_fr
 
     assert parts(0) == parts(0)
     assert len({tuple(part) for part in (parts(0) + parts(1))[::2]}) == 4
-    lengths = [(3, length) for length in (9, 4, 0, 20, 1)]
-    rollouts = on_rank(1, 2, lengths)
+    rollouts = on_rank(1, 2, [(3, length) for length in (9, 4, 0, 20, 1)])
     for run in (rollouts.microbatches(), *rollouts.updates(epochs=3)):
         assert [one.indices for one in run] == rollouts.plan[1]
 
@@ -76,10 +75,8 @@ def test_passes_and_seeds_shuffle_and_one_minibatch_is_scored_as_it_is_learnt_fr
 def test_ranks_compare_their_plans() -> None:
     def noted(max_tokens: int | None) -> list[str]:
         engine: Any = SimpleNamespace(ledger=Ledger())
-        lengths = [(1, 9)] * 6
-        rollouts = rl.Rollouts(rolled_out(lengths), Ranks(engine=engine), max_tokens=max_tokens)
-        updates = list(rollouts.updates(minibatches=2))
-        assert len(updates) == 2
+        rollouts = rl.Rollouts(rolled_out([(1, 9)] * 6), Ranks(engine=engine), max_tokens=max_tokens)
+        assert len(list(rollouts.updates(minibatches=2))) == 2
         return engine.ledger.plans
 
     assert len(noted(None)) == 2
@@ -102,8 +99,7 @@ def test_rollouts_are_a_sequence_which_may_be_empty() -> None:
     rollouts = on_rank(1, 3, [])
     assert len(rollouts) == 0
     assert rollouts.plan == [[], [], []]
-    updates = list(rollouts.updates(3, 4))
-    assert updates == []
+    assert list(rollouts.updates(3, 4)) == []
     rl.score(nn.Identity(), on_rank(0, 1, []), into="logprobs")
     rollouts = on_rank(0, 1, [(1, 1), (1, 2), (1, 3)])
     assert [one.response_length for one in rollouts[1:]] == [2, 3]
@@ -187,8 +183,7 @@ def test_what_a_rollout_holds() -> None:
     assert one.logprobs is not None
     assert one.logprobs.dtype == torch.float32
     assert not one.logprobs.requires_grad
-    rollout = Rollout([1, 2], 2)
-    assert rollout.response_length == 0
+    assert Rollout([1, 2], 2).response_length == 0
 
 
 def test_what_no_rollout_can_be() -> None:
@@ -204,8 +199,7 @@ def test_what_no_rollout_can_be() -> None:
 
 
 def test_a_view_is_sent_without_the_rest_of_its_tensor() -> None:
-    many = torch.zeros(1000, 1000)
-    row = many[3, :4]
+    row = torch.zeros(1000, 1000)[3, :4]
     (there,) = Ranks().gather("exchange", {"row": row})
     assert there["row"].untyped_storage().nbytes() == 16
 

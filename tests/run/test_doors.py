@@ -308,8 +308,7 @@ def tried() -> Iterator[Any]:
             if "retry" in name:
                 marks.append(needs_reset)
             if door not in case.doors:
-                reason = f"{door} proves no rule, so none can be contradicted"
-                marks.append(pytest.mark.skip(reason=reason))
+                marks.append(pytest.mark.skip(reason=f"{door} proves no rule, so none can be contradicted"))
             yield pytest.param(name, door, marks=marks)
 
 

@@ -21,9 +21,7 @@ from tests.samples.test_lengths import Samples
 
 
 def tokens(length: int) -> dict[str, Any]:
-    input_ids = list(range(1, length + 1))
-    labels = list(range(1, length + 1))
-    return {"input_ids": input_ids, "labels": labels}
+    return {"input_ids": list(range(1, length + 1)), "labels": list(range(1, length + 1))}
 
 
 def row(length: int) -> Tensor:
@@ -38,8 +36,7 @@ def padder(multiple: int = 1, fixed: int | None = None) -> Any:
         for own, sample in zip(table, samples, strict=True):
             ids = torch.tensor(sample["input_ids"][:width])
             own[: len(ids)] = ids
-        attention_mask = (table > 0).long()
-        return {"attention_mask": attention_mask, "input_ids": table, "labels": table}
+        return {"attention_mask": (table > 0).long(), "input_ids": table, "labels": table}
 
     return collate
 
@@ -65,8 +62,7 @@ def sorted_images(samples: list[Tensor]) -> dict[str, Tensor]:
     table = torch.zeros(len(falling), *np.max([image.shape for image in falling], 0))
     for own, image in zip(table, falling, strict=True):
         own[:, : image.shape[1], : image.shape[2]] = image
-    shows = torch.cat([torch.ones(image.shape[-1]) for image in falling])
-    return {"shows": shows, "image": table}
+    return {"shows": torch.cat([torch.ones(image.shape[-1]) for image in falling]), "image": table}
 
 
 PADDED = Collation("padded")
@@ -161,8 +157,7 @@ def test_a_collator_that_changes_its_samples_is_tried_on_copies() -> None:
         labels = pad_sequence([torch.tensor(sample.pop("labels")) for sample in samples], batch_first=True)
         return {**padder()(samples), "labels": labels}
 
-    probe = look(rows.__getitem__, np.array([10, 17]), pops)
-    assert collation_of(probe) == PADDED
+    assert collation_of(look(rows.__getitem__, np.array([10, 17]), pops)) == PADDED
     assert all("labels" in row for row in rows)
 
 
@@ -215,11 +210,9 @@ def test_a_stream_is_planned_with_its_padding() -> None:
 
 
 def test_samples_that_are_cut_cost_and_take_what_their_rows_do() -> None:
-    collate_fn = padder(fixed=12)
-    cutting: dict[str, Any] = {"minibatch_size": 4, "collate_fn": collate_fn}
+    cutting: dict[str, Any] = {"minibatch_size": 4, "collate_fn": padder(fixed=12)}
     own = loader(LONG, **cutting, max_tokens=24)
-    plan = own.plan(0)
-    assert [sum(map(len, rank)) for rank in plan.microbatches] == [4, 4], "all rows are alike"
+    assert [sum(map(len, rank)) for rank in own.plan(0).microbatches] == [4, 4], "all rows are alike"
     assert sizes(own) == [24, 24]
     assert loader(LONG, **cutting).max_tokens == 12
     stream = loader(
@@ -242,8 +235,7 @@ class NotReady(Samples):
 def test_the_data_set_is_tried_on_a_copy() -> None:
     for kind, expected in ((Samples, PADDED), (NotReady, None)):
         samples = kind(list(map(tokens, [10, 17, 12, 11])), lengths=[10, 17, 12, 11])
-        collation = loader(None, samples, minibatch_size=2).collation
-        assert collation == expected
+        assert loader(None, samples, minibatch_size=2).collation == expected
         assert samples.reads == 0
 
 
@@ -265,10 +257,8 @@ def test_a_few_samples_are_read_and_collated_once() -> None:
     data = Reads(list(map(tokens, lengths)), lengths=lengths)
     own = loader(None, data, minibatch_size=2, num_replicas=1, collate_fn=collate)
     assert own.collation == PADDED
-    plan = own.plan(0)
-    assert len(plan.microbatches) == 1
-    probe = own.probe()
-    assert [len(sample["labels"]) for sample in probe.samples] == [10, 11, 12, 17]
+    assert len(own.plan(0).microbatches) == 1
+    assert [len(sample["labels"]) for sample in own.probe().samples] == [10, 11, 12, 17]
     assert sorted(read) == [0, 1, 2, 3]
     assert sorted(batches) == [1] * 4 + [2] * 5
     read.clear()

@@ -52,8 +52,7 @@ def arrow(rows: list[list[int]]) -> Any:
         return SimpleNamespace(value_lengths=lambda: lengths)
 
     half = len(rows) // 2
-    chunks = [chunk(rows[:half]), chunk(rows[half:])]
-    return SimpleNamespace(chunks=chunks)
+    return SimpleNamespace(chunks=[chunk(rows[:half]), chunk(rows[half:])])
 
 
 class HuggingFace:
@@ -170,8 +169,7 @@ def with_mask(samples: list[Any]) -> dict[str, Any]:
     made = padded(samples)
     length = made["tokens"].size(1)
     mask = torch.ones(len(samples), length, length)
-    targets = made["tokens"][:, 1:]
-    return {**made, "mask": mask, "targets": targets}
+    return {**made, "mask": mask, "targets": made["tokens"][:, 1:]}
 
 
 def without_long(samples: list[Any]) -> Any:
@@ -277,19 +275,16 @@ def test_what_a_batch_does_not_show_stays_unknown():
 
 
 def test_given_lengths_come_first_then_a_function_then_what_the_data_set_says_and_samples_last():
-    lengths = torch.tensor([3, 1, 4, 1, 5])
-    told = Samples(ROWS, lengths=lengths)
+    told = Samples(ROWS, lengths=torch.tensor([3, 1, 4, 1, 5]))
     for given in ([1, 2, 3, 4, 5], np.arange(1, 6), torch.arange(1, 6), (1.0, 2.0, 3.0, 4.0, 5.0)):
         found = find_lengths(told, given)
         assert found.values.tolist() == [1, 2, 3, 4, 5]
         assert found.values.dtype == np.int64
     assert find_lengths(told).values.tolist() == [3, 1, 4, 1, 5]
-    dataset = Subset(told, [4, 0])
-    assert find_lengths(dataset).values.tolist() == [5, 3]
+    assert find_lengths(Subset(told, [4, 0])).values.tolist() == [5, 3]
     assert told.reads == 0
     assert find_lengths(told, length_fn=lambda row: 2 * len(row)).values.tolist() == [6, 2, 8, 2, 10]
-    concat_dataset = ConcatDataset([told, Samples([[1, 2]])])
-    assert find_lengths(concat_dataset).values.tolist() == [3, 1, 4, 1, 5, 2]
+    assert find_lengths(ConcatDataset([told, Samples([[1, 2]])])).values.tolist() == [3, 1, 4, 1, 5, 2]
     assert find_lengths(Samples(ROWS)).values.tolist() == [3, 1, 4, 1, 5]
 
 
@@ -300,15 +295,12 @@ def test_columns_of_a_hugging_face_data_set(monkeypatch):
             column = ROWS
         else:
             column = [len(row) for row in ROWS]
-        columns = {"text": ["x"] * 5, name: column}
-        found = find_lengths(HuggingFace(columns))
+        found = find_lengths(HuggingFace({"text": ["x"] * 5, name: column}))
         assert found.values.tolist() == [3, 1, 4, 1, 5]
         assert found.length_of is None, "no sample was read"
-    transforms = HuggingFace({"input_ids": ROWS}, form="custom")
-    assert find_lengths(transforms).length_of is not None
+    assert find_lengths(HuggingFace({"input_ids": ROWS}, form="custom")).length_of is not None
     input_ids = [torch.ones(1, size, dtype=torch.long) for size in (3, 2)]
-    nested = HuggingFace({"input_ids": input_ids}, form=None)
-    assert find_lengths(nested).values.tolist() == [3, 2]
+    assert find_lengths(HuggingFace({"input_ids": input_ids}, form=None)).values.tolist() == [3, 2]
 
 
 def test_looking_that_takes_long_shows_how_far_it_is(monkeypatch):
@@ -361,8 +353,7 @@ def test_a_digest_sees_into_samples():
         def __init__(self, value: int) -> None:
             self.value = value
 
-    digest = digest_of(Plain(1))
-    assert digest == digest_of(Plain(1)) != digest_of(Plain(2))
+    assert digest_of(Plain(1)) == digest_of(Plain(1)) != digest_of(Plain(2))
     assert digest_of({"a": 1, "b": None}) == digest_of({"b": None, "a": 1}) != digest_of({"a": 1, "b": 0})
     bits = [torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)]
     assert digest_of(bits[0]) != digest_of(bits[1])

@@ -91,8 +91,7 @@ def test_what_the_users_collator_does_to_a_sample_stays() -> None:
     batch = PackingCollator(padding)([{"input_ids": [4, 5, 6, 7]}, {"input_ids": [8, 9, 1]}])
     assert batch["input_ids"].tolist() == [[4, 5, 6, 7, 8, 9, 1]]
     assert batch["labels"].tolist() == [[-100, -100, 6, 7, -100, -100, 1]]
-    once = PackingCollator(pack_samples)([[4, 5, 6], [7]])
-    assert once["position_ids"].tolist() == [[0, 1, 2, 0]]
+    assert PackingCollator(pack_samples)([[4, 5, 6], [7]])["position_ids"].tolist() == [[0, 1, 2, 0]]
     input_ids = PackingCollator(torch.utils.data.default_collate)([[4, 5], [7]])["input_ids"]
     assert input_ids.tolist() == [[4, 5, 7]]
 

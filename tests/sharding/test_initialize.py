@@ -100,8 +100,7 @@ def test_layers_made_on_the_meta_device_have_values(rank):
     module = OnMeta(layers)
     for value in first_parameters(rank, module).values():
         assert value.isfinite().all()
-    angles = module.net.blocks[1].extra[-1].angles
-    assert angles.tolist() == [0, 1, 2]
+    assert module.net.blocks[1].extra[-1].angles.tolist() == [0, 1, 2]
 
 
 @on_ranks(2)
@@ -110,8 +109,7 @@ def test_a_model_of_hugging_face_made_on_the_meta_device_begins_as_it_does(rank)
     reference = causal_lm()
     found = first_parameters(rank, lm)
     for name, buffer in reference.named_buffers():
-        named_buffers = dict(lm.net.named_buffers())
-        assert torch.equal(named_buffers[name], buffer), name
+        assert torch.equal(dict(lm.net.named_buffers())[name], buffer), name
     for name, parameter in reference.named_parameters():
         value = found[f"net.{name}"]
         # At least 128 draws of a normal distribution: their spread is known to 1 / sqrt(256), 6 percent.

@@ -171,8 +171,7 @@ def test_other_dtypes_become_units_of_their_own():
 def test_a_checkpointed_block_is_sharded_with_its_wrapper():
     model = Net()
     model.blocks[1] = checkpoint_wrapper(model.blocks[1])
-    targets = wrap_targets(model, ModuleWrapPolicy({Block}))
-    assert names(model, targets) == BLOCKS
+    assert names(model, wrap_targets(model, ModuleWrapPolicy({Block}))) == BLOCKS
     assert type(model.blocks[1]).__name__ == "CheckpointWrapper"
 
 
@@ -208,8 +207,7 @@ def test_dtensor_finds_out_of_an_operation_once_in_a_process(rank):
     assert plain != again, "a result would have a mesh that does not meet before collectives"
     calls = []
     first.before_collective[lambda: calls.append(rank)] = None
-    shards = distribute_tensor(torch.ones(4), again, [Shard(0)])
-    total = shards.sum().full_tensor()
+    total = distribute_tensor(torch.ones(4), again, [Shard(0)]).sum().full_tensor()
     first.before_collective.popitem()
     assert total == 4
     assert calls

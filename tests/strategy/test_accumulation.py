@@ -131,12 +131,10 @@ def test_steps_of_runs_that_limits_and_schedules_change(rank):
     own = fit("lb_mini", Padded(), BalancedDataLoader(SAMPLES, minibatch_size=2, collate_fn=pad))
     assert own.global_step == 2 * 2
     assert own.num_training_batches == 6, "the user's own accumulates as before"
-    callbacks = [GradientAccumulationScheduler({0: 1, 1: 4})]
-    scheduled = {"callbacks": callbacks, "accumulate_grad_batches": 1}
+    scheduled = {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 4})], "accumulate_grad_batches": 1}
     warned = pytest.warns(UserWarning, match="so each of them is balanced alone")
     with warned if rank == 0 else nullcontext():
-        counted = Counted(asks=False)
-        assert fit("lb_mini", counted, loader(), **scheduled).global_step == 11 + 3
+        assert fit("lb_mini", Counted(asks=False), loader(), **scheduled).global_step == 11 + 3
     limited = fit("lb_mini", Counted(), loader(), limit_train_batches=0.4, max_epochs=1)
     assert limited.global_step == 1
     assert limited.num_training_batches == 1

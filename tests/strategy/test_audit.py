@@ -80,8 +80,7 @@ def meant(module: Changing, data: list[Any]) -> dict[str, Tensor]:
     optimizer = module.configure_optimizers()
     batches = losses.dealt(data, 2, BATCH)
     for batch in batches:
-        loss = module.training_step(tidy(batch), 0)
-        (loss / len(batches)).backward()
+        (module.training_step(tidy(batch), 0) / len(batches)).backward()
     optimizer.step()
     return full_parameters(module)
 
@@ -130,8 +129,7 @@ def test_a_loss_that_changes_later_is_found_and_batches_stay_whole_from_the_next
 
     keeps = workers > 0  # a worker imports for seconds, and there are six epochs
     loader = DataLoader(samples(), BATCH, collate_fn=tidy, num_workers=workers, persistent_workers=keeps)
-    of_last = samples()[OF_STEP:]
-    error, found, t = error_of_last_step(make, loader, 12, of_last)
+    error, found, t = error_of_last_step(make, loader, 12, samples()[OF_STEP:])
     assert error < 1e-6
     assert len(found) == (rank == 0), found
     if rank == 0:
@@ -149,8 +147,7 @@ def test_a_long_sample_alone_on_its_rank_is_compared_with_another_one(rank, then
     def make() -> Changing:
         return Changing("labels", then, epoch=1).double()
 
-    loader = DataLoader(data, BATCH, collate_fn=tidy)
-    error, found, _ = error_of_last_step(make, loader, 12, data[OF_STEP:])
+    error, found, _ = error_of_last_step(make, DataLoader(data, BATCH, collate_fn=tidy), 12, data[OF_STEP:])
     assert error < 1e-6
     if rank == 0:
         assert "In step 10, " in found[0]
@@ -196,16 +193,14 @@ class Kept(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         numbers = torch.get_rng_state().sum(), torch.rand(1).item()
-        loss = float(outputs["loss"])
-        self.seen.append((loss, logged, numbers, state_of(module), vars(module).keys()))
+        self.seen.append((float(outputs["loss"]), logged, numbers, state_of(module), vars(module).keys()))
 
 
 class Noisy(Traces):
     """Draws random numbers, too."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss + KINDS["dropout"](self, batch)
+        return super().training_step(batch, batch_idx) + KINDS["dropout"](self, batch)
 
 
 @on_ranks(2)

@@ -99,8 +99,7 @@ def test_every_argument_is_kept():
         "tensor_parallel_size": 2,
     }
     assert {field.name for field in fields(Options)} - given.keys() == {"context_parallel_size"}
-    odc_strategy = ODCStrategy(**given)
-    assert odc_strategy.options == Options(**given)
+    assert ODCStrategy(**given).options == Options(**given)
     assert ODCStrategy(context_parallel_size=2).options == Options(context_parallel_size=2)
     arguments = inspect.signature(ODCStrategy).parameters
     found = [arguments[field.name].default for field in fields(Options)]
@@ -112,8 +111,7 @@ def test_arguments_without_effect():
     ODCStrategy(use_orig_params=True, limit_all_gathers=True)
     with pytest.warns(UserWarning, match=r"ODCStrategy\(deterministic=...\) has no effect"):
         ODCStrategy(communication="collective", deterministic=True)
-    plugin = FSDPPrecision("bf16-mixed")
-    strategy = ODCStrategy(precision_plugin=plugin)
+    strategy = ODCStrategy(precision_plugin=FSDPPrecision("bf16-mixed"))
     assert trainer(1, strategy=strategy).precision == "bf16-mixed"
     with pytest.raises(TypeError, match="FSDPPrecision"):
         ODCStrategy().precision_plugin = HalfPrecision()
@@ -144,13 +142,11 @@ def penalty(module: Any) -> Any:
 
 
 def penalty_of_blocks(module: Any) -> Any:
-    parameters = module.net.blocks.parameters()
-    return 0.01 * sum(p.full_tensor().pow(2).sum() for p in parameters)
+    return 0.01 * sum(p.full_tensor().pow(2).sum() for p in module.net.blocks.parameters())
 
 
 def average(module: Any) -> Any:
-    shards = module.optimizers().param_groups[0]["params"]
-    pairs = zip(shards, module.parameters(), strict=True)
+    pairs = zip(module.optimizers().param_groups[0]["params"], module.parameters(), strict=True)
     return [torch.lerp(shard.detach(), p.detach(), 0.1) for shard, p in pairs]
 
 
@@ -222,8 +218,7 @@ class Returns(TokenModule):
         self.change = change
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return self.change(loss, batch)
+        return self.change(super().training_step(batch, batch_idx), batch)
 
 
 class Twice(torch.optim.SGD):
@@ -326,8 +321,7 @@ def items() -> TokenModule:
 
 
 def unfreezing() -> Any:
-    sgd = Sgd(frozen=True)
-    return before_step(sgd, lambda own, _: own.net.requires_grad_(True))
+    return before_step(Sgd(frozen=True), lambda own, _: own.net.requires_grad_(True))
 
 
 def returning(change: Callable[[Any, Tensor], Any]) -> Callable[[], Any]:
@@ -431,8 +425,7 @@ def test_what_cannot_go_on_is_told_to_every_rank_with_the_line_to_write(rank, na
 
 @on_ranks(2)
 def test_models_that_differ_are_named(rank):
-    token_module = TokenModule("items", vocab=11 + rank)
-    text = failure(token_module, ONE[rank])
+    text = failure(TokenModule("items", vocab=11 + rank), ONE[rank])
     assert re.search(r"(?s)different models. The first.*\[11, 7\].*net.embed.weight: shape \[12, 7\]", text)
 
 

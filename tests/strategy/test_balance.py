@@ -278,8 +278,7 @@ def test_what_a_batch_shows_is_a_length_by_which_batches_are_balanced(rank, name
         data = Unsized(samples)
     module = Scores().double()
     with said() as text, warned() as caught:
-        data_loader = DataLoader(data, 4, collate_fn=collate_fn)
-        t = fit(module, data_loader, balance="auto", cost="tokens")
+        t = fit(module, DataLoader(data, 4, collate_fn=collate_fn), balance="auto", cost="tokens")
     words = "\n".join([text.getvalue(), *caught])
     assert isinstance(t.train_dataloader, BalancedDataLoader), words
     assert not t.train_dataloader.recipe.is_whole, words
@@ -365,8 +364,7 @@ class Computes(pl.Callback):
         self.seen: list[dict[str, Any]] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        positive = (outputs["preds"] > 0).float().mean()
-        assert 0 <= positive <= 1
+        assert 0 <= (outputs["preds"] > 0).float().mean() <= 1
         self.seen.append({**outputs, "microbatches": len(batch)})
 
 
@@ -389,8 +387,7 @@ def test_callbacks_get_the_rows_of_all_microbatches_as_one_tensor(rank):
         if len({max(own) for own in sizes}) > 1:  # padded to different lengths
             assert [len(table) for table in outputs["table"]] == [len(own) for own in sizes]
             assert isinstance(outputs["table"], list)
-    everything = torch.cat([outputs["preds"] for outputs in callback.seen])
-    both = torch.cat(of_all_ranks(everything))
+    both = torch.cat(of_all_ranks(torch.cat([outputs["preds"] for outputs in callback.seen])))
     assert both.sort().values.tolist() == sorted(float(sample[0]) - 5 for sample in SAMPLES)
 
 
@@ -401,8 +398,7 @@ class OwnLoader:
         return 2
 
     def __iter__(self) -> Iterator[Tensor]:
-        padded = pad(SAMPLES[:4])
-        return iter([padded] * 2)
+        return iter([pad(SAMPLES[:4])] * 2)
 
 
 class NoMinibatch(Padded):

@@ -76,8 +76,7 @@ class Holds(Short):
             self.held.append(sum(one() is not None for one in self.made))
         self.known_trips = self.trips
         self.batch = batch
-        embedded = self.net.embed(batch)
-        x = Keeps.apply(embedded, self.made)
+        x = Keeps.apply(self.net.embed(batch), self.made)
         aside = Keeps.apply(x, self.made)
         for block in self.net.blocks:
             x = Keeps.apply(block(x), self.made)
@@ -148,8 +147,7 @@ def planned_in_parts(minibatch: Minibatch, m: int, fits: int) -> Minibatch:
 
     tables = list(minibatch)
     tables[m : m + 1] = parts(tables[m])
-    weights = [float(one[:, 1:].numel()) for one in tables]
-    return Minibatch(tables, weights)
+    return Minibatch(tables, [float(one[:, 1:].numel()) for one in tables])
 
 
 @needs_reset
@@ -206,8 +204,7 @@ class Gated(Block):
     def forward(self, x: Tensor, odd: Tensor) -> Tensor:
         x = Trip.apply(super().forward(x), self.owner[0], "gate")
         if odd.any():
-            more = self.extra(x[odd])
-            return x.index_put((odd,), more)
+            return x.index_put((odd,), self.extra(x[odd]))
         return x
 
 
@@ -220,8 +217,7 @@ class Conditional(Short):
 
     def loss(self, batch: Tensor) -> Tensor:
         self.batch = batch
-        embedded = self.net.embed(batch)
-        gated = self.gate(embedded, batch[:, -1] % 2 == 1)
+        gated = self.gate(self.net.embed(batch), batch[:, -1] % 2 == 1)
         logits = self.net.head(gated)[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
@@ -242,8 +238,7 @@ def test_units_and_layers_that_only_some_samples_run(rank):
     if rank == 1:
         told = [["gate", "backward", 1, 1]]
     gated = Conditional(told)
-    minibatch = Minibatch([with_last_tokens(2, 3)])
-    fit(gated, [minibatch], auto_wrap_policy={Block, Gated})
+    fit(gated, [Minibatch([with_last_tokens(2, 3)])], auto_wrap_policy={Block, Gated})
     whole = [*batches(0, 1)[0], *batches(1, 1)[0]]
     for module, tables in ((routed, whole), (gated, [with_last_tokens(2, 3)] * 2)):
         assert bool(module.trips) == (rank == 1)
@@ -332,8 +327,7 @@ ROWS_OF_ONES = torch.ones(4, 3)
 
 def retry_with(**options: Any) -> Retry:
     engine = SimpleNamespace(ledger=Ledger(), undo=lambda: None, why_no_retry=lambda: "")
-    device = torch.device("cpu")
-    return Retry("skip", engine, device, **{"buffers": (), "wording": WORDING, **options})
+    return Retry("skip", engine, torch.device("cpu"), **{"buffers": (), "wording": WORDING, **options})
 
 
 def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_from_then_on():
@@ -341,8 +335,7 @@ def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_
     table = torch.zeros(5000)
     moving = torch.zeros(5000)
     retry = retry_with(buffers=[small, table, moving])
-    task = Task(ROWS_OF_ONES, 2.0, None)
-    attempt = Attempt(task, 0, retry)
+    attempt = Attempt(Task(ROWS_OF_ONES, 2.0, None), 0, retry)
     attempt.begin()
     with attempt:
         small += 1
@@ -353,8 +346,7 @@ def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_
     assert not moving.any()
     attempt = Attempt(Task(ROWS_OF_ONES, 1.0, None), 0, retry)
     attempt.begin()
-    loss = torch.ones(())
-    attempt.contribution = Contribution(loss, 2.0, {}, WeightKind.PLANNED)
+    attempt.contribution = Contribution(torch.ones(()), 2.0, {}, WeightKind.PLANNED)
     moving += 1
     retry.fits(attempt)
     assert [one is other for one, other in zip(retry.buffers, (small, moving), strict=True)] == [True, True]

@@ -166,12 +166,10 @@ class Counted(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: Any) -> Any:
         hidden = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
-        padded = nn.functional.pad(hidden, (0, 0, 1, 0))
-        previous = padded[:, :-1]
+        previous = nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
         if position_ids is not None:
             previous = previous * (position_ids != 0)[..., None]
-        logits = (hidden + previous) @ self.tokens.weight.T
-        return SimpleNamespace(logits=logits)
+        return SimpleNamespace(logits=(hidden + previous) @ self.tokens.weight.T)
 
 
 def test_other_trouble():

@@ -64,8 +64,7 @@ class Module(LightningModule):
         losses = functional.cross_entropy(logits, targets.flatten(), reduction="none")
         counts = targets.flatten() > 0
         self.ran.append(len(batch))
-        loss = (losses * counts).sum()
-        return {"loss": loss, "num_items": int(counts.sum())}
+        return {"loss": (losses * counts).sum(), "num_items": int(counts.sum())}
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)

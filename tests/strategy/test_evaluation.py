@@ -28,8 +28,7 @@ class Names(TokenModule):
         name = "odd"
         if length % 2 == 0:
             name = "even"
-        value = 100.0 * (length % 2) + length
-        self.log(name, value, sync_dist=True, batch_size=length)
+        self.log(name, 100.0 * (length % 2) + length, sync_dist=True, batch_size=length)
         self.log("one", 1.0, sync_dist=True, batch_size=1)
         for name, reduction in {"sum": "sum", "min": "min", "max": max}.items():
             self.log(name, float(length), sync_dist=True, reduce_fx=reduction, prog_bar=True)
@@ -65,8 +64,7 @@ DATA: dict[str, Any] = {
 def assert_exact(rank: int, kind: str, cases: list[Any], communication: str = "on_demand") -> None:
     """Validate batches of these lengths, by case and rank, one after another."""
     module = Names()
-    world_size = len(cases[0])
-    t = trainer(world_size, communication=communication, timeout=SOON)
+    t = trainer(len(cases[0]), communication=communication, timeout=SOON)
     for lengths in cases:
         (seen,) = t.validate(module, DATA[kind](lengths[rank]), verbose=False)
         assert "log" not in vars(module)
@@ -124,8 +122,7 @@ class Epochs(TokenModule):
     """Which rank has data, and logs in which order, changes from epoch to epoch."""
 
     def val_dataloader(self) -> Any:
-        has_data = (self.current_epoch + self.global_rank) % 2 == 0
-        return unsized(token_batches([4, 5] if has_data else []))
+        return unsized(token_batches([4, 5] if ((self.current_epoch + self.global_rank) % 2 == 0) else []))
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         rank = self.global_rank
@@ -150,8 +147,7 @@ def test_hooks_at_the_end_of_the_epoch_see_global_values(rank):
 
     module = doing(Epochs("items"), on_validation_epoch_end=end)
     options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 1}
-    minibatch = Minibatch(token_batches([4 + rank]))
-    t = fit(module, [minibatch], timeout=SOON, **options)
+    t = fit(module, [Minibatch(token_batches([4 + rank]))], timeout=SOON, **options)
     assert [values["a"] for values in ends[1:]] == [5.0, 15.0, 25.0]
     assert [values["b"] for values in ends[1:]] == [105.0, 115.0, 125.0]
     assert numbers(t.callback_metrics) == {"a": 25.0, "b": 125.0, "end": 0.5}
@@ -242,8 +238,7 @@ def test_metric_objects_in_training(rank, communication, minibatches):
     data = [Minibatch(token_batches(step[rank])) for step in minibatches]
     fit(Measured(), data, timeout=SOON, communication=communication, max_epochs=2, callbacks=[watch])
     lengths = [n for step in minibatches for own in step for n in own]
-    train_mean = sum(lengths) / len(lengths)
-    expected = {"train_mean": train_mean, "train_rows": sum(lengths)}
+    expected = {"train_mean": sum(lengths) / len(lengths), "train_rows": sum(lengths)}
     assert watch.epochs == [expected | {"train_scalars": sum(lengths)}] * 2
 
 
@@ -321,8 +316,7 @@ def evaluate(rank: int, kind: str, world_size: int) -> None:
         loss = sum(summed_loss(alone.net, b).item() / (b.numel() - 1) for b in flat) / len(flat)
     for run in (t.validate, t.test, t.validate):
         (values,) = run(module, loader(data), verbose=False)
-        val_loss = pytest.approx(loss, rel=1e-5)
-        assert values == {"val_one": 1.0, "val_loss": val_loss}
+        assert values == {"val_one": 1.0, "val_loss": pytest.approx(loss, rel=1e-5)}
         lengths = [[b.shape[1] for b in batch] for batch in data if isinstance(batch, Minibatch)]
         predictions = lengths or [batch.shape[1] for batch in data]
         written.predictions.clear()

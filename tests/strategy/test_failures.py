@@ -78,8 +78,7 @@ STRANGE = {
 
 
 def _raises_strangely(rank: int, name: str) -> None:
-    act = partial(throw, STRANGE[name][0])
-    fit(acting(rank, act, 0, who=2), batches(), 3)
+    fit(acting(rank, partial(throw, STRANGE[name][0]), 0, who=2), batches(), 3)
 
 
 @pytest.mark.parametrize("name", STRANGE)
@@ -93,8 +92,7 @@ def test_a_strange_error_is_told_and_the_rank_that_raised_it_is_named(name):
 
 def _raises(rank: int, at: int, folder: str) -> None:
     callback = OnExceptionCheckpoint(folder, "last")
-    act = partial(throw, ValueError("no such token"))
-    module = acting(rank, act, at)
+    module = acting(rank, partial(throw, ValueError("no such token")), at)
     fit(module, batches(), enable_checkpointing=True, callbacks=[callback])
 
 
@@ -142,8 +140,7 @@ ENDINGS = {"interrupted": KeyboardInterrupt(), "exits well": SystemExit(0)}
 
 def _ends(rank: int, ending: str) -> None:
     """In the middle of a minibatch, without an error of its own."""
-    act = partial(throw, ENDINGS[ending])
-    fit(acting(rank, act), batches())
+    fit(acting(rank, partial(throw, ENDINGS[ending])), batches())
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -215,8 +212,7 @@ def test_windows_that_do_not_fit_are_told_to_every_rank(rank, later):
     with ExitStack() as stack:
         if not later:
             stack.enter_context(nearly_full)
-        token_module = TokenModule("items", frozen=later)
-        module = doing(token_module, on_train_batch_start=unfreeze)
+        module = doing(TokenModule("items", frozen=later), on_train_batch_start=unfreeze)
         told = failure(module, batches(2, [5]), communication="on_demand")
     assert "could not share memory with its peers: the windows (2 ranks of" in told
     if not later:
@@ -457,8 +453,7 @@ class Gathers(TokenModule):
         self.pads = pads
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        embedded = self.net.embed(batch)
-        x = embedded.flatten(0, 1)
+        x = self.net.embed(batch).flatten(0, 1)
         if not self.pads:
             return self.all_gather(x, sync_grads=True).mean()
         sizes = self.all_gather(len(x))

@@ -135,12 +135,10 @@ def test_the_next_fit_decides_anew_and_on_demand_is_said_too(rank, tmp_path):
     module = TokenModule()
     t = trainer(2, strategy=strategy, max_epochs=1)
     with no_room(rank), warned():
-        data_loader = DataLoader(token_batches([5, 4]), batch_size=None)
-        t.fit(module, data_loader)
+        t.fit(module, DataLoader(token_batches([5, 4]), batch_size=None))
     assert strategy.communication == "collective"
     t.fit_loop.max_epochs = 2
-    loader = DataLoader(token_batches([5, 4]), batch_size=None)
-    t.fit(module, loader)
+    t.fit(module, DataLoader(token_batches([5, 4]), batch_size=None))
     assert strategy.communication == "on_demand"
     assert "communication='on_demand'" in repr(strategy)
 

@@ -42,8 +42,7 @@ class Keeps(Losses):
 @on_ranks(2)
 def test_rows_of_an_epoch_are_gathered_as_the_error_says(rank):
     module = Keeps()
-    data = DataLoader(samples(SIZES), 8, collate_fn=collate)
-    fit(module, data, balance="lb_mini", weighting="sample")
+    fit(module, DataLoader(samples(SIZES), 8, collate_fn=collate), balance="lb_mini", weighting="sample")
     assert len(set(of_all_ranks(sum(len(rows) for rows in module.seen)))) == 2, "ranks have different numbers"
     assert sorted(module.gathered) == sorted(SIZES)
 
@@ -60,8 +59,7 @@ def test_a_step_that_gathers_runs_with_any_number_of_samples(rank, accumulated, 
 
     def gathers(batch: Any, batch_idx: int) -> Any:
         if torch.is_grad_enabled():
-            gathered = module.all_gather(batch["label"])
-            shapes.append(tuple(gathered.shape))
+            shapes.append(tuple(module.all_gather(batch["label"]).shape))
         return step(batch, batch_idx)
 
     module.training_step = gathers  # type: ignore[method-assign]

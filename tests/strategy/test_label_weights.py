@@ -58,8 +58,7 @@ def padded(batch: list[Sample]) -> dict[str, Tensor]:
     masks = [torch.ones(len(sample["input_ids"]), dtype=torch.int64) for sample in batch]
     mask = nn.utils.rnn.pad_sequence(masks, batch_first=True)
     input_ids = table("input_ids", 0)
-    labels = table("labels", -100)
-    return {"input_ids": input_ids, "labels": labels, "attention_mask": mask}
+    return {"input_ids": input_ids, "labels": table("labels", -100), "attention_mask": mask}
 
 
 class Tuned(LightningModule):
@@ -99,8 +98,7 @@ def one_process(minibatch: list[Sample]) -> dict[str, Tensor]:
     optimizer = module.configure_optimizers()
     counted = 0
     for sample in minibatch:
-        labels = sample["labels"][1:]
-        count = sum(label != -100 for label in labels)
+        count = sum(label != -100 for label in sample["labels"][1:])
         if count:
             (module.model(**padded([sample])).loss * count).backward()
         counted += count
@@ -119,15 +117,12 @@ def fit(
     precision: str = "32-true",
     **options: Any,
 ) -> Any:
-    minibatch_size = len(data) // 2
-    defaults = {"weighting": "auto", "minibatch_size": minibatch_size, "num_replicas": 2, "rank": rank}
-    lengths = [len(sample["input_ids"]) for sample in data]
-    defaults |= {"lengths": lengths, "collate_fn": padded}
+    defaults = {"weighting": "auto", "minibatch_size": len(data) // 2, "num_replicas": 2, "rank": rank}
+    defaults |= {"lengths": [len(sample["input_ids"]) for sample in data], "collate_fn": padded}
     ran = []
     module = fits.before_step(Tuned(), lambda *_: (ran.append(1), time.sleep(seconds)))
     t = trainer(2, communication=communication, precision=precision)
-    loader = BalancedDataLoader(data, **{**defaults, **options})
-    t.fit(module, loader)
+    t.fit(module, BalancedDataLoader(data, **{**defaults, **options}))
     loss = float(t.callback_metrics.get("loss", 0.0))
     return SimpleNamespace(parameters=full_parameters(module), ran=len(ran), loss=loss)
 
@@ -166,8 +161,7 @@ MASKED = samples((4, 5, 6, 4, 5, 6), (4, 1, 1, 4, 5, 6))
 def test_microbatches_ranks_and_minibatches_without_labels(rank):
     expected = one_process(MASKED)
     before = full_parameters(Tuned())
-    together = fit(rank, MASKED, balance="local_sort")
-    assert largest_difference(together.parameters, expected) < TOLERANCE
+    assert largest_difference(fit(rank, MASKED, balance="local_sort").parameters, expected) < TOLERANCE
     half = fit(rank, MASKED, balance="local_sort", precision="16-mixed")
     # fp16 rounds to 2^-11, through two layers and back, relative to gradients of up to 0.5: the unit of the weights
     # is the same on both ranks.
@@ -188,15 +182,12 @@ def check_by_hand(rank: int, communication: str, world_size: int) -> None:
         means = [float(module.mean(padded([one]))) for one in MASKED]
     expected = sum(mean * n for mean, n in zip(means, counts, strict=True) if n) / sum(counts)
     shape = {"num_replicas": world_size, "rank": rank, "balance": "local_sort"}
-    lengths = [len(sample["input_ids"]) for sample in MASKED]
-    shape |= {"lengths": lengths, "collate_fn": padded}
-    minibatch_size = len(MASKED) // world_size
-    loader = BalancedDataLoader(MASKED, minibatch_size=minibatch_size, **shape)
+    shape |= {"lengths": [len(sample["input_ids"]) for sample in MASKED], "collate_fn": padded}
+    loader = BalancedDataLoader(MASKED, minibatch_size=len(MASKED) // world_size, **shape)
     parameters = fits.fitted(module, loader, world_size, communication=communication)
     assert largest_difference(parameters, one_process(MASKED)) < TOLERANCE
     t = trainer(world_size, communication=communication)
-    tuned = Tuned(by_hand=True)
-    (values,) = t.validate(tuned, loader, verbose=False)
+    (values,) = t.validate(Tuned(by_hand=True), loader, verbose=False)
     assert values["val_loss"] == pytest.approx(expected, rel=1e-6)
 
 
@@ -339,5 +330,4 @@ def test_the_model_tells_its_cost_and_its_attention():
     module.model.config._attn_implementation = "flash_attention_2"
     assert not cost_of_model(module, "cuda").cost.dense
     assert cost_of_model(module, "cpu").cost.dense, "a CPU has no flash attention"
-    plain = cost_of_model(torch.nn.Linear(2, 2), "cpu")
-    assert plain.cost.dense, "unknown, so as on this device"
+    assert cost_of_model(torch.nn.Linear(2, 2), "cpu").cost.dense, "unknown, so as on this device"

@@ -205,8 +205,7 @@ def _lives(pid: int) -> bool:
 def test_interactive_sessions_fork_and_scripts_do_not(monkeypatch):
     def chosen(environment: Any) -> Any:
         strategy = lightning_odc.ODCStrategy(cluster_environment=environment)
-        device = torch.device("cpu")
-        strategy.parallel_devices = [device] * 2
+        strategy.parallel_devices = [torch.device("cpu")] * 2
         strategy._configure_launcher()
         return strategy.launcher
 
@@ -344,16 +343,13 @@ def test_cells_of_one_kernel_fit_evaluate_go_on_and_survive_an_exception(tmp_pat
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     sources = [SETUP, FIT, GO_ON, FAIL, AFTER]
-    cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    book = nbformat.v4.new_notebook(cells=cells)
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     book.cells[sources.index(FAIL)].metadata["tags"] = ["raises-exception"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path / "ipython")}
     environment.pop("OMP_NUM_THREADS", None)
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    resources = {"metadata": {"path": str(tmp_path)}}
-    options = {"kernel_name": "python3", "resources": resources}
-    notebook_client = nbclient.NotebookClient(book, timeout=120, **options)
-    notebook_client.execute(env=environment)
+    options = {"kernel_name": "python3", "resources": {"metadata": {"path": str(tmp_path)}}}
+    nbclient.NotebookClient(book, timeout=120, **options).execute(env=environment)
     _, first, further, failed, after = (cell.outputs for cell in book.cells)
 
     fitted = result(first)
@@ -378,8 +374,7 @@ def test_cells_of_one_kernel_fit_evaluate_go_on_and_survive_an_exception(tmp_pat
 
 def test_a_process_group_of_the_session_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match=r"destroy_process_group\(\)"):
             Trainer(strategy="odc", accelerator="cpu", devices=2, logger=False).fit(BoringModel())

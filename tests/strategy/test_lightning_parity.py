@@ -45,8 +45,7 @@ def test_ways_to_name_a_sharding_strategy_and_to_offload():
     for given in ("shard_grad_op", "SHARD_GRAD_OP", ShardingStrategy.SHARD_GRAD_OP):
         assert ODCStrategy(sharding_strategy=given).sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     for offload in (True, CPUOffload(offload_params=True)):
-        odc_strategy = ODCStrategy(cpu_offload=offload)
-        assert odc_strategy.cpu_offload == CPUOffload(offload_params=True)
+        assert ODCStrategy(cpu_offload=offload).cpu_offload == CPUOffload(offload_params=True)
 
 
 #: Signatures that differ, and why.
@@ -66,8 +65,7 @@ def _parameters(of: type, name: str) -> list[Parameter]:
         if found.fset is not None:
             return [Parameter("value", Parameter.POSITIONAL_ONLY)]
         return []
-    parameters = signature(getattr(of, name)).parameters
-    return [p for p in parameters.values() if p.name != "self"]
+    return [p for p in signature(getattr(of, name)).parameters.values() if p.name != "self"]
 
 
 def _positional(parameters: list[Parameter]) -> list[str]:
@@ -89,8 +87,7 @@ def test_what_can_be_called_there_can_be_called_here():
             facts = {p.name: (p.name, p.kind, p.default) for p in here}
             assert [facts.get(p.name) for p in there] == [(p.name, p.kind, p.default) for p in there], member
             wanted = _positional(there)
-            positional = _positional(here)[: len(wanted)]
-            assert positional == wanted, member
+            assert _positional(here)[: len(wanted)] == wanted, member
             for p in here:
                 is_left_out = p.default is not Parameter.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
                 if not is_left_out:
@@ -139,8 +136,7 @@ class MadeInPlace(Placed):
 
 def foreign(_: Any) -> torch.optim.Optimizer:
     """Without a single parameter of the model."""
-    parameters = torch.nn.Linear(4, 5).parameters()
-    return torch.optim.SGD(parameters, lr=1.0)
+    return torch.optim.SGD(torch.nn.Linear(4, 5).parameters(), lr=1.0)
 
 
 @on_ranks(2, alone=True)

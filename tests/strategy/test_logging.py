@@ -99,12 +99,10 @@ def test_values_of_a_step_that_no_optimizer_makes_belong_to_their_epoch(rank):
 
 class Groups(TokenModule):
     def setup(self, stage: str) -> None:
-        groups = [dist.new_group([0, 1]), dist.new_group([2])]
-        self.group = groups[self.global_rank // 2]
+        self.group = [dist.new_group([0, 1]), dist.new_group([2])][self.global_rank // 2]
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        global_rank = float(self.global_rank)
-        self.log("v", global_rank, sync_dist=True, sync_dist_group=self.group, batch_size=1)
+        self.log("v", float(self.global_rank), sync_dist=True, sync_dist_group=self.group, batch_size=1)
 
 
 @on_ranks(3)
@@ -168,8 +166,7 @@ class Counts(TokenModule):
 def test_the_mean_of_integer_counts_is_not_rounded(rank, communication):
     t = fit(Counts(), token_batches([4]), 2, token_batches([4]), communication=communication)
     found = numbers(t.callback_metrics)
-    val_rank = pytest.approx(2 / 5)
-    assert found == {"one": 1.0, "val_one": 1.0, "val_rank": val_rank}
+    assert found == {"one": 1.0, "val_one": 1.0, "val_rank": pytest.approx(2 / 5)}
 
 
 def merged(values: list[tuple[Any, float]], **options: Any) -> list[tuple[Any, Any]]:

@@ -76,8 +76,7 @@ USUAL += ["class weights", "contrastive", "batch norm", "padding in the mean", "
 @on_ranks(2)
 @pytest.mark.parametrize("kind", fast(KINDS, *USUAL))
 def test_every_kind_of_loss_trains_what_it_means(rank, kind):
-    dealt = losses.dealt(samples(), 2, BATCH)
-    expected = losses.meant(kind, dealt, 2)
+    expected = losses.meant(kind, losses.dealt(samples(), 2, BATCH), 2)
     before = dict(Losses(kind).double().named_parameters())
     moved = largest_difference({name: before[name] for name in expected}, expected)
     more = []
@@ -116,8 +115,7 @@ class Traces(Losses):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        states = self.states(batch["input_ids"])
-        self.norm(states.flatten(0, 1).float())
+        self.norm(self.states(batch["input_ids"]).flatten(0, 1).float())
         self.count += 1
         self.plain += torch.rand(1)
         self.outputs["losses"].append(float(loss))
@@ -138,8 +136,7 @@ def state_of(module: Traces) -> str:
     kept += [module.meter.total, module.array, module.hidden[0].running_mean]
     kept += [module.generator.get_state().sum()]
     kept += [(name, buffer.tolist()) for name, buffer in module.named_buffers()]
-    mean_value = float(module.mean.mean_value)
-    kept += [mean_value, module.mean._update_count]
+    kept += [float(module.mean.mean_value), module.mean._update_count]
     return str([*kept, hasattr(module, "new"), "log" in vars(module)])
 
 
@@ -169,8 +166,7 @@ def test_the_trial_leaves_no_trace(rank, tmp_path):
     looks = Looks()
     logger = TensorBoardLogger(tmp_path, name="", version=str(rank))
     with said() as text:
-        sized = Sized(samples())
-        loader = DataLoader(sized, batch_size=8, collate_fn=collate)
+        loader = DataLoader(Sized(samples()), batch_size=8, collate_fn=collate)
         fit(module, loader, balance="auto", callbacks=[looks], logger=logger)
     torch.manual_seed(5)
     assert looks.drawn == torch.rand(1).item(), "random numbers go on where they were"
@@ -180,8 +176,7 @@ def test_the_trial_leaves_no_trace(rank, tmp_path):
     assert module.steps_run > 0, "training ran"
     assert "Your batches" not in text.getvalue()
     if rank == 0:
-        accumulator = EventAccumulator(str(tmp_path / "0"))
-        events = accumulator.Reload()
+        events = EventAccumulator(str(tmp_path / "0")).Reload()
         assert len(events.Scalars("raw")) == module.steps_run
 
 
@@ -237,11 +232,9 @@ def test_samples_that_count_nothing_say_nothing():
 
 def test_counts_that_do_not_add_up_explain_nothing():
     """The entries of a padded table: those of padding belong to no sample."""
-    counter = LabelCounter(("x",), -1)
-    table = Rule("token", counter)
+    table = Rule("token", LabelCounter(("x",), -1))
     singles = [Tried((0,), 3.0, {table: 2.0}), Tried((1,), 2.0, {table: 8.0})]
-    rule = decide([*singles, Tried((0, 1), 2.5, {table: 16.0})], 1e-11).rule
-    assert rule is None
+    assert decide([*singles, Tried((0, 1), 2.5, {table: 16.0})], 1e-11).rule is None
 
 
 #: Mostly short, and long enough that a step cuts some; the eight samples that tell rules apart are short.
@@ -288,8 +281,7 @@ def test_a_step_that_shortens_its_batches_trains_what_it_means(rank, kind, cuts)
     object.__setattr__(module, "log", lambda *_: None)
     optimizer = module.configure_optimizers()
     for batch in batches:
-        loss = module.training_step(tidy(batch), 0)
-        (loss / len(batches)).backward()
+        (module.training_step(tidy(batch), 0) / len(batches)).backward()
     optimizer.step()
     expected = full_parameters(module)
     moved = largest_difference(before, expected)
@@ -349,8 +341,7 @@ class Frames(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         errors = self.layers(batch["series"]).squeeze(2).square()
-        size = errors.size(1)
-        inside = torch.arange(size) < batch["sizes"][:, None]
+        inside = torch.arange(errors.size(1)) < batch["sizes"][:, None]
         chosen = inside[:, ::4]
         n = chosen.sum()
         loss = (errors[:, ::4] * chosen).sum() / n

@@ -132,8 +132,7 @@ def test_where_nothing_is_measured_plans_stay(rank, options):
 
 def test_the_time_of_a_microbatch_is_that_by_the_clock_without_waits():
     waited = 0.0
-    device = torch.device("cpu")
-    measurements = Measurements(lambda: waited, device, warnings.warn)
+    measurements = Measurements(lambda: waited, torch.device("cpu"), warnings.warn)
     origin = SimpleNamespace(learning=Learning(1, MeasuredCost(1, tokens())), number=3)
     minibatch = SimpleNamespace(origin=origin)
     detail = SimpleNamespace(lengths=[5])
@@ -174,12 +173,10 @@ def draw(rank: int, policy: str, slow_rank: int, seed: int) -> list[dict[int, li
     module = before_step(TokenModule("items", lr=0.01), act)
     torch.manual_seed(seed + rank)  # rank 0's counts
     torch.rand(rank)  # and not what was drawn since
-    sizes = [*range(2, 14)]
-    samples = [batch[0] for batch in token_batches(sizes)]
+    samples = [batch[0] for batch in token_batches([*range(2, 14)])]
     shape = {"minibatch_size": 6, "balance": policy, "collate_fn": torch.stack, "weighting": "next_token"}
     # One sample per microbatch is best.
-    cost = quadratic(crossover=1, dense=True)
-    own = BalancedDataLoader(samples, cost=cost, **shape)
+    own = BalancedDataLoader(samples, cost=quadratic(crossover=1, dense=True), **shape)
     before = torch.get_rng_state()
     fit(module, own)
     assert torch.equal(torch.get_rng_state(), before), "the process's own random numbers are left alone"
@@ -204,8 +201,7 @@ SEVERAL = r"Balancing.*ConcatDataset\(\[a, b\]\)"
 @on_ranks(1)
 def test_several_balanced_loaders_and_minibatches_inside_batches_are_refused(rank):
     own, other = (BalancedDataLoader(SAMPLES, minibatch_size=4, collate_fn=pad) for _ in range(2))
-    minibatch = Minibatch([torch.ones(1, 2)])
-    shares = loader([minibatch])
+    shares = loader([Minibatch([torch.ones(1, 2)])])
     microbatches = [torch.ones(1, 2)]
     for data, balance, says in (
         ({"a": plain(), "b": plain()}, "lb_mini", SEVERAL),

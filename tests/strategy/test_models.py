@@ -241,19 +241,16 @@ def answers(net: Any, rank: int, counts: list[list[int]], engine: Any) -> list[T
     prompt = torch.tensor([[3, 1, 2]])
     tokens = 3 * (rank + 1)
     found = []
-    attention_mask = torch.ones_like(prompt)
-    shape = {"attention_mask": attention_mask, "max_new_tokens": tokens, "min_new_tokens": tokens}
+    shape = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": tokens, "min_new_tokens": tokens}
     for options in WAYS.values():
         torch.manual_seed(1)
         with counted(net, engine, counts):
-            generated = net.generate(input_ids=prompt, **shape, **options)
-            found.append(generated)
+            found.append(net.generate(input_ids=prompt, **shape, **options))
     return found
 
 
 def compiled_difference(rank: int, backend: Any, depth: int, **options: Any) -> float:
-    compiled = Compiled(backend, depth)
-    ours, reads = fit(rank, compiled, **options)
+    ours, reads = fit(rank, Compiled(backend, depth), **options)
     assert reads == 7  # three blocks, twice, and the root unit
     stock, _ = fit(rank, TokenModule(), "collective")
     return largest_difference({name.replace("_orig_mod.", ""): value for name, value in ours.items()}, stock)
@@ -331,8 +328,7 @@ def level(own: Any) -> None:
     """Levels its statistics before validation, as ``docs/models.md`` shows it."""
     for buffer in own.buffers():
         if buffer.is_floating_point():
-            reduced = own.trainer.strategy.reduce(buffer.clone(), reduce_op="mean")
-            buffer.copy_(reduced)
+            buffer.copy_(own.trainer.strategy.reduce(buffer.clone(), reduce_op="mean"))
 
 
 @on_ranks(2)
@@ -345,8 +341,7 @@ def test_statistics_are_those_of_each_rank_until_they_are_levelled(rank, tmp_pat
     assert int(module.batch_norm.num_batches_tracked) == 1 + 2 * rank
     assert not torch.equal(*means)
     t.save_checkpoint(path := tmp_path / "full.ckpt")
-    state_dict = torch.load(path)["state_dict"]
-    assert torch.equal(state_dict["batch_norm.running_mean"], means[0])
+    assert torch.equal(torch.load(path)["state_dict"]["batch_norm.running_mean"], means[0])
     t.validate(module, loader(token_batches([5])), verbose=False)
     levelled = of_all_ranks(module.batch_norm.running_mean)
     assert torch.equal(*levelled)
@@ -368,5 +363,4 @@ def meet(*_: Any) -> None:
 
 def _meets(rank: int, counts: tuple[int, int]) -> None:
     minibatch = Minibatch(token_batches([5, 6, 7][: counts[rank]]))
-    before_step = fits.before_step(TokenModule("items"), meet)
-    fits.fit(before_step, [minibatch], timeout=timedelta(seconds=2))
+    fits.fit(fits.before_step(TokenModule("items"), meet), [minibatch], timeout=timedelta(seconds=2))

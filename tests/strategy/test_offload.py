@@ -36,8 +36,7 @@ def test_clipping_and_saving_are_collectives_in_host_memory(rank, backend):
     dist.init_process_group(backend)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("shard",))
     parameter = nn.Parameter(_offloaded(torch.zeros(2), mesh))
-    local = torch.full((2,), rank + 1.0)
-    parameter.grad = _offloaded(local, mesh)
+    parameter.grad = _offloaded(torch.full((2,), rank + 1.0), mesh)
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5)
     precision = ODCPrecision("32-true", "cuda")
     try:
@@ -79,8 +78,7 @@ def _started_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> str | None
 def test_the_process_group_is_chosen_where_shards_are_offloaded(monkeypatch):
     assert _started_with(monkeypatch, parallel_devices=GPUS, cpu_offload=True) == "cpu:gloo,cuda:nccl"
     assert _started_with(monkeypatch, parallel_devices=GPUS) is None  # Lightning's default
-    cpus = [torch.device("cpu")] * 2
-    assert _started_with(monkeypatch, parallel_devices=cpus, cpu_offload=True) is None
+    assert _started_with(monkeypatch, parallel_devices=[torch.device("cpu")] * 2, cpu_offload=True) is None
     for own in ("gloo", "cpu:gloo,cuda:gloo"):
         options = {"parallel_devices": GPUS, "cpu_offload": True, "process_group_backend": own}
         assert _started_with(monkeypatch, **options) == own

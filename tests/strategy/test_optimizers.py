@@ -121,9 +121,7 @@ class Early(OnRows):
         super().__init__()
         blocks = {"params": list(self.net.blocks.parameters()), "lr": 0.01}
         params = [p for name, p in self.net.named_parameters() if "blocks" not in name]
-        others = {"params": params}
-        optimizer = torch.optim.Adam([others, blocks], lr=0.02)
-        self.optimizer = _with_state(optimizer)
+        self.optimizer = _with_state(torch.optim.Adam([{"params": params}, blocks], lr=0.02))
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
 
     def configure_optimizers(self) -> Any:
@@ -167,8 +165,7 @@ def go_backward_without_lightning(own: Any, optimizer: Any, batch: Tensor, i: in
 def go_backward_later(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
     """Two forward passes, then the backward passes in the other order, one of them twice."""
     first = own.mean_loss(batch) / 9
-    second = own.mean_loss(batch.flip(1)) / 9
-    own.manual_backward(second)
+    own.manual_backward(own.mean_loss(batch.flip(1)) / 9)
     own.manual_backward(first, retain_graph=True)
     own.manual_backward(first)
     optimizer.step()

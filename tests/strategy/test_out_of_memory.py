@@ -138,8 +138,7 @@ class Manual(Short):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         with suppress(torch.OutOfMemoryError) if self.is_caught else nullcontext():
-            loss = self.loss(batch)
-            self.manual_backward(loss / batch.numel())
+            self.manual_backward(self.loss(batch) / batch.numel())
         optimizer.step()
 
 
@@ -151,8 +150,7 @@ class Chunked(Short):
 
     def loss(self, batch: Tensor) -> Tensor:
         self.batch = batch
-        embedded = self.net.embed(batch)
-        x = torch.cat([self.net.blocks[2](row[None]) for row in embedded])
+        x = torch.cat([self.net.blocks[2](row[None]) for row in self.net.embed(batch)])
         return self.net.head(x).square().sum()
 
 
@@ -188,10 +186,8 @@ def needs_four(batch: list[Tensor]) -> Tensor:
 
 
 def fours(rank: int) -> BalancedDataLoader:
-    lengths = [4] * 8
-    shape = {"minibatch_size": 4, "lengths": lengths, "max_tokens": 16, "num_replicas": 2, "rank": rank}
-    dataset = list(table(8, 4, 0))
-    return BalancedDataLoader(dataset, collate_fn=needs_four, **shape)
+    shape = {"minibatch_size": 4, "lengths": [4] * 8, "max_tokens": 16, "num_replicas": 2, "rank": rank}
+    return BalancedDataLoader(list(table(8, 4, 0)), collate_fn=needs_four, **shape)
 
 
 TWO = Minibatch([table(2, 4, 0)])
@@ -319,8 +315,7 @@ class Logs(Short):
         loss = self.loss(batch) / batch[:, 1:].numel()
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             self.log(str(dtype), torch.tensor(8 / 3, dtype=torch.float64).to(dtype), sync_dist=True)
-        behind = float(len(batch))
-        self.log_dict({"behind": behind}, **options)
+        self.log_dict({"behind": float(len(batch))}, **options)
         return loss
 
 

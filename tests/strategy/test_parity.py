@@ -117,8 +117,7 @@ def train(
     if precision:
         reduce_dtype = torch.float32
     policy = precision_policy(precision, reduce_dtype, communication != "collective")
-    mesh = mesh_for("cpu", len(counts))
-    shard_model(model, mesh, mixed_precision=policy, reshard_after_forward=reshard)
+    shard_model(model, mesh_for("cpu", len(counts)), mixed_precision=policy, reshard_after_forward=reshard)
     if communication != "collective":
         options["gather_cache"] = GatherCache(budget, memory)
     engine = make_engine(communication, rank, **options)

@@ -108,15 +108,13 @@ def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(rank, in_scalar, 
     found = []
 
     def look(own: Any) -> None:
-        scale = own.trainer.precision_plugin.scaler.get_scale()
-        found.append((scale, full_parameters(own)))
+        found.append((own.trainer.precision_plugin.scaler.get_scale(), full_parameters(own)))
 
     module = doing(Overflows(in_scalar), on_train_batch_end=look)
     fit(module, BATCHES[rank], precision="16-mixed", communication=communication)
     scales, after = zip(*found, strict=True)
     assert scales == (FULL, FULL / 2, FULL / 2)
-    pairs = itertools.pairwise(after)
-    assert [are_equal(*pair) for pair in pairs] == [True, False]
+    assert [are_equal(*pair) for pair in itertools.pairwise(after)] == [True, False]
     for p in after[-1].values():
         assert bool(p.isfinite().all())
 
@@ -137,8 +135,7 @@ def test_the_scale_is_saved_and_restored_and_that_of_another_strategy_is_taken_o
     assert checkpoint.pop("ODCPrecision")["scale"] == 128.0
     for plugin in ("FSDPPrecision", "MixedPrecision"):
         other = tmp_path / f"{plugin}{rank}.ckpt"
-        state = LossScaler("cpu").state_dict()
-        torch.save({**checkpoint, plugin: {**state, "scale": 32.0}}, other)
+        torch.save({**checkpoint, plugin: {**LossScaler("cpu").state_dict(), "scale": 32.0}}, other)
         assert _restored(other) == 32.0
 
 
@@ -148,8 +145,7 @@ class ShardedByHand(Watched):
     def configure_model(self) -> None:
         mesh = init_device_mesh("cpu", (2,))
         for module in (*self.net.blocks, self.net):
-            mp_policy = MixedPrecisionPolicy(torch.float16, torch.float32)
-            fully_shard(module, mesh=mesh, mp_policy=mp_policy)
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
 
 
 @on_ranks(2)
@@ -169,8 +165,7 @@ class OfItems(Sgd):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
-        loss = output["loss"] * self.per_token
-        return {"loss": loss, "num_items": output["num_items"] * self.per_token}
+        return {"loss": output["loss"] * self.per_token, "num_items": output["num_items"] * self.per_token}
 
 
 def weighted_fit(rank: int, counts: Any, way: str, weight: float, **options: Any) -> Any:
@@ -191,8 +186,7 @@ def weighted_fit(rank: int, counts: Any, way: str, weight: float, **options: Any
         else:
             share = [Minibatch(batches, weights)]
         data += share
-    t = fit(module, data, deterministic=True, **options)
-    return t.precision_plugin, flat(full_parameters(module))
+    return fit(module, data, deterministic=True, **options).precision_plugin, flat(full_parameters(module))
 
 
 UNEVEN = ([2, 0], [1, 2], [2, 1])
@@ -237,8 +231,7 @@ class Lightens(Sgd):
 
     def train_dataloader(self) -> Any:
         epoch = self.trainer.current_epoch
-        seed = 2 * epoch + self.global_rank
-        tokens = token_batches([5, 9], seed=seed)
+        tokens = token_batches([5, 9], seed=2 * epoch + self.global_rank)
         return loader([Minibatch([batch], weights=[[4096.0, 64.0][epoch]]) for batch in tokens])
 
 
@@ -249,10 +242,8 @@ def test_the_unit_of_weights_is_resumed(rank, precision, tmp_path):
     whole = Lightens(lr=LR)
     resumed = Lightens(lr=LR)
     path = tmp_path / "odc.ckpt"
-    precision_plugin = fit(whole, None, max_epochs=2, **options).precision_plugin
-    state = precision_plugin.state_dict()
-    lightens = Lightens(lr=LR)
-    fit(lightens, None, **options).save_checkpoint(path)
+    state = fit(whole, None, max_epochs=2, **options).precision_plugin.state_dict()
+    fit(Lightens(lr=LR), None, **options).save_checkpoint(path)
     t = fit(resumed, None, max_epochs=2, ckpt_path=path, **options)
     assert t.precision_plugin.state_dict() == state
     assert state["odc_weight_unit"] == 4096.0
@@ -263,8 +254,7 @@ class OfOne(Sgd):
     """Its losses are 1."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.mean_loss(batch)
-        return loss.to(self.net.head.weight.dtype) * 0 + 1
+        return self.mean_loss(batch).to(self.net.head.weight.dtype) * 0 + 1
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.reported = outputs["loss"]
@@ -275,8 +265,7 @@ def test_losses_of_a_minibatch_are_summed_in_fp32(rank):
     """In bf16, 256 + 1 is 256; in fp16, 100 * 1000 is infinite."""
     for precision in ("bf16-true", "16-true"):
         module = OfOne()
-        many = Minibatch(token_batches([3]) * 300, weights=[1000.0] * 300)
-        fit(module, [many], 1, precision=precision)
+        fit(module, [Minibatch(token_batches([3]) * 300, weights=[1000.0] * 300)], 1, precision=precision)
         assert module.reported.dtype == torch.float32
         assert float(module.reported) == 1.0
 
@@ -301,8 +290,7 @@ class Spectral(nn.Module):
         self.filter = nn.Parameter(torch.randn(width, width // 2 + 1, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
-        spectrum = torch.fft.rfft(x)
-        return torch.fft.irfft(spectrum @ self.filter.T @ self.filter, n=x.shape[-1])
+        return torch.fft.irfft(torch.fft.rfft(x) @ self.filter.T @ self.filter, n=x.shape[-1])
 
 
 class Precise(nn.Module):
@@ -338,8 +326,7 @@ class MixedDtypes(Sgd):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
         late = float(self.since - int(SINCE))  # of a second
-        loss = output["loss"] * (1 + late)
-        return {**output, "loss": loss}
+        return {**output, "loss": output["loss"] * (1 + late)}
 
 
 def _dtypes_of(module: nn.Module) -> list[torch.dtype]:
@@ -385,8 +372,7 @@ def test_fp64_and_complex_parameters_and_buffers_train_as_in_one_process(rank, t
         if value.dtype == torch.float64:
             moved = (stock[name] - value).abs().max().item()
         if moved:
-            atol = 2**-8 * moved + 1e-6
-            bounds = {"rtol": 0, "atol": atol}
+            bounds = {"rtol": 0, "atol": 2**-8 * moved + 1e-6}
         else:
             bounds = {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(ours[name], stock[name], **bounds)

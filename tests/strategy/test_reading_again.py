@@ -37,8 +37,7 @@ def samples() -> list[Sample]:
         tokens = torch.randint(11, (length + 1,), generator=generator)
         labels = tokens[1:].clone()
         labels[: length // 3] = -100
-        input_ids = tokens[:-1]
-        made.append({"input_ids": input_ids, "labels": labels})
+        made.append({"input_ids": tokens[:-1], "labels": labels})
     return made
 
 
@@ -46,9 +45,7 @@ def padded(batch: list[Sample]) -> dict[str, Tensor]:
     def together(name: str, value: int) -> Tensor:
         return nn.utils.rnn.pad_sequence([one[name] for one in batch], batch_first=True, padding_value=value)
 
-    input_ids = together("input_ids", 0)
-    labels = together("labels", -100)
-    return {"input_ids": input_ids, "labels": labels}
+    return {"input_ids": together("input_ids", 0), "labels": together("labels", -100)}
 
 
 def packed(batch: list[Sample]) -> dict[str, Any]:
@@ -114,8 +111,7 @@ def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does(rank, nam
     alone.configure_optimizers().step()
     collate_fn, data, options, (place, phase) = LOADERS[name]
     module = Labelled(place, phase, 14 if rank == 1 else 10**9)
-    minibatch_size = len(LENGTHS) // 2
-    options = {"minibatch_size": minibatch_size, "max_tokens": 40, "collate_fn": collate_fn, **options}
+    options = {"minibatch_size": len(LENGTHS) // 2, "max_tokens": 40, "collate_fn": collate_fn, **options}
     fits.fit(module, BalancedDataLoader(data(), **options))
     if rank > 0 and name != "stolen":  # whoever comes first runs what is too long
         assert module.trips
@@ -126,8 +122,7 @@ class Hooks:
     """Hooks that need a batch, not a `Minibatch`; they note that they have seen it."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        seen = [*batch.get("seen", []), "before", *batch["labels"].shape]
-        return {**batch, "seen": seen}
+        return {**batch, "seen": [*batch.get("seen", []), "before", *batch["labels"].shape]}
 
     def transfer_batch_to_device(self, batch: Any, *where: Any) -> Any:
         batch = super().transfer_batch_to_device(batch, *where)
@@ -158,8 +153,7 @@ class Hooked(Hooks, Checked):
 class Data(LightningDataModule):
     def train_dataloader(self) -> Any:
         shape = {"lengths": LENGTHS * 4, "max_tokens": 20, "collate_fn": padded}
-        dataset = samples() * 4
-        return BalancedDataLoader(dataset, minibatch_size=24, balance="steal", **shape)
+        return BalancedDataLoader(samples() * 4, minibatch_size=24, balance="steal", **shape)
 
     def val_dataloader(self) -> Any:
         return loader([Minibatch([padded(samples()[:2]), padded(samples()[2:])]), padded(samples())])
@@ -251,11 +245,9 @@ def test_a_microbatch_that_runs_out_lowers_the_cap_of_all_ranks_and_says_so_once
         own = fit(module, data, callbacks=[monitor], **options).train_dataloader
     falls = [one for one in caught if "max_tokens falls" in one]
     held, other = of_all_ranks(module.held)
-    ran_out = next(tokens for tokens in other if tokens > 30)
-    cap = int(0.8 * ran_out)
+    cap = int(0.8 * next(tokens for tokens in other if tokens > 30))
     assert own.max_tokens == cap
-    memory = own.state_dict()["memory"]
-    assert memory["ran_out"] == 1
+    assert own.state_dict()["memory"]["ran_out"] == 1
     later = module.held[len(module.held) // 2 :]
     assert later
     assert max(later) <= cap < max(held)

@@ -297,9 +297,7 @@ def test_evaluations_are_exact_where_a_rank_has_fewer_batches_or_none(rank, name
     for run in (t.validate, t.test):
         (values,) = run(module, data, verbose=False)
         assert values == {"val": expected}
-    predictions = t.predict(module, data)
-    lengths = [batch.shape[1] for batch in by_rank[rank]]
-    assert predictions == lengths
+    assert t.predict(module, data) == [batch.shape[1] for batch in by_rank[rank]]
 
 
 @on_ranks(2)
@@ -397,8 +395,7 @@ def test_balancing_leaves_what_it_cannot_balance_and_it_ends_together(rank):
 @on_ranks(2)
 def test_the_loader_is_the_users_again_and_equal_ones_are_left_alone(rank):
     data = loader([TEN, SIX][rank])
-    t = fit(TokenModule("items"), data, timeout=SOON)
-    given = t.train_dataloader
+    given = fit(TokenModule("items"), data, timeout=SOON).train_dataloader
     assert isinstance(given, EndsTogether)
     assert not given.is_active
     assert given.dataset is data.dataset
@@ -409,6 +406,5 @@ def test_the_loader_is_the_users_again_and_equal_ones_are_left_alone(rank):
     def keep(own: Any) -> None:
         kept.append(own.trainer.train_dataloader)
 
-    module = doing(TokenModule("items"), on_train_start=keep)
-    fit(module, TEN)
+    fit(doing(TokenModule("items"), on_train_start=keep), TEN)
     assert type(kept[0]) is DataLoader

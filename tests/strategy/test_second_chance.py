@@ -127,8 +127,7 @@ def meant() -> dict[str, Tensor]:
 def error_of(module: Any) -> float:
     """How far parameters are from what is meant, as a part of what training moves."""
     expected = meant()
-    model = Losses("classes").double()
-    moved = largest_difference(full_parameters(model), expected)
+    moved = largest_difference(full_parameters(Losses("classes").double()), expected)
     return largest_difference(full_parameters(module), expected) / moved
 
 

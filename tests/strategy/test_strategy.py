@@ -32,10 +32,8 @@ def test_loaders_that_yield_minibatches_are_recognised():
     assert yields_minibatches(DataLoader([Minibatch([])], batch_size=None))
     assert yields_minibatches(DataLoader([1, 2], batch_size=None, collate_fn=one))
     assert yields_minibatches(DataLoader([1, 2], batch_size=2, collate_fn=Minibatch))
-    dataloader = DataLoader([1, 2], batch_size=None)
-    assert not yields_minibatches(dataloader)
-    loader = DataLoader([1, 2], batch_size=2)
-    assert not yields_minibatches(loader)
+    assert not yields_minibatches(DataLoader([1, 2], batch_size=None))
+    assert not yields_minibatches(DataLoader([1, 2], batch_size=2))
 
 
 @on_ranks(2)
@@ -58,8 +56,7 @@ def test_other_communications_end_in_the_same_parameters(rank):
 @on_ranks(2)
 def test_accumulated_minibatches_are_one_minibatch(rank):
     first, second, third = steps_of()
-    token_module = TokenModule("items", lr=LR)
-    expected = one_process(token_module, [[*first, *second], third])
+    expected = one_process(TokenModule("items", lr=LR), [[*first, *second], third])
     ours = fitted(TokenModule("items", lr=LR), shares(rank, (5, 1)), accumulate_grad_batches=2)
     assert_same(ours, expected)
 

@@ -66,15 +66,13 @@ class Module(TokenModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
-        lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
 
     def train_dataloader(self) -> Any:
         return minibatches(self.global_rank)
 
     def val_dataloader(self) -> Any:
-        minibatch = Minibatch(token_batches([5, 6]))
-        return loader([minibatch])
+        return loader([Minibatch(token_batches([5, 6]))])
 
 
 def count(own: Any) -> None:
@@ -100,8 +98,7 @@ def test_loggers_bars_and_monitors(rank, tmp_path):
     t = trainer(2, enable_progress_bar=True, logger=loggers, callbacks=own, **options)
     t.fit(module := doing(Module(), on_train_start=count))
     assert t.current_epoch == 2  # EarlyStopping
-    lengths = t.callback_metrics["lengths"]
-    assert lengths == 3 * sum(LENGTHS)
+    assert t.callback_metrics["lengths"] == 3 * sum(LENGTHS)
     assert t.callback_metrics["reads"] > 0
     parameters = Module().parameters()
     assert module.counted == sum(parameter.numel() for parameter in parameters)

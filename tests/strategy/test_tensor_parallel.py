@@ -109,8 +109,7 @@ def test_a_whole_group_steals(rank, tmp_path):
 def test_a_loader_of_the_user_is_shared_among_groups(rank):
     module = Module()
     shape = {"minibatch_size": 4, "collate_fn": data().collate_fn, "balance": "steal", "seed": 0}
-    loader = BalancedDataLoader(SAMPLES, **shape)
-    fit(module, loader, 4, tensor_parallel_size=2)
+    fit(module, BalancedDataLoader(SAMPLES, **shape), 4, tensor_parallel_size=2)
     by_rank: list[Any] = [None] * 4
     dist.all_gather_object(by_rank, module.ran)
     assert by_rank[0] == by_rank[1]

@@ -141,8 +141,7 @@ class Assigned(Kind):
 
 class Filled(Kind):
     def through(self, block: Any, x: Tensor) -> Tensor:
-        filled = block(x).masked_fill_(x > 1, 0.5)
-        return filled + block(x).relu_()
+        return block(x).masked_fill_(x > 1, 0.5) + block(x).relu_()
 
 
 class ChangesInput(Kind):
@@ -232,8 +231,7 @@ class AnotherMethod(Kind):
     block = Encoder
 
     def through(self, block: Any, x: Tensor) -> Tensor:
-        encoded = block.encode(x)
-        return encoded + self.blocks[0](x)
+        return block.encode(x) + self.blocks[0](x)
 
 
 class Forces(Kind):

@@ -54,8 +54,7 @@ def little_time() -> Iterator[None]:
 
 
 def train(data: Dataset[Tensor], module: Padded, **options: Any) -> Any:
-    workers = options.pop("num_workers", 0)
-    loaded = DataLoader(data, 4, shuffle=True, collate_fn=pad, num_workers=workers)
+    loaded = DataLoader(data, 4, shuffle=True, collate_fn=pad, num_workers=options.pop("num_workers", 0))
     return fit(module, loaded, max_epochs=2, **{"balance": "auto", "sharding_strategy": "auto", **options})
 
 
@@ -98,8 +97,7 @@ def test_each_sample_is_read_once_and_the_second_epoch_is_planned(rank, policy):
     if policy == "lb_mini":  # others may steal, and read once more
         assert sum(second, Counter()) == dict.fromkeys(range(len(SIZES)), 1)
     [shown, _] = of_all_ranks(text.getvalue())
-    looked_at = int(shown.partition(f" samples of {len(SIZES)} ")[0].split()[-1])
-    assert 17 <= looked_at <= 34
+    assert 17 <= int(shown.partition(f" samples of {len(SIZES)} ")[0].split()[-1]) <= 34
     assert "; the others are measured as they are read" in shown
 
 
@@ -265,8 +263,7 @@ def test_what_runs_out_of_memory_is_cut_and_later_plans_are_smaller(rank):
 
 def test_of_a_view_no_more_is_sent_than_it_shows():
     everything = torch.arange(100_000)
-    sample = {"input_ids": everything[7:12], "mask": [everything[:3]]}
-    content = content_of(sample)
+    content = content_of({"input_ids": everything[7:12], "mask": [everything[:3]]})
     assert content is not None
     assert len(content) < 2_000
     again = pickle.loads(content)

@@ -69,8 +69,7 @@ class Late:
     def __init__(self, error: str) -> None:
         ended = subprocess.Popen(["true"])
         ended.wait()
-        entries = ["", error]
-        self.said = {0: [json.dumps([boot_id(), ended.pid, entry]) for entry in entries]}
+        self.said = {0: [json.dumps([boot_id(), ended.pid, entry]) for entry in ["", error]]}
         self.said[1] = [json.dumps([boot_id(), os.getpid(), "SilentError"])]
 
     def get(self, key: str) -> str:

@@ -145,8 +145,7 @@ def test_what_programs_do_with_a_module_after_fit(rank):
     for other in copies:
         assert torch.equal(other.net(batch), expected)
     if rank == 0:
-        alone = Trainer(devices=1, accelerator="cpu", barebones=True)
-        (found,) = alone.predict(module, loader([batch]))
+        (found,) = Trainer(devices=1, accelerator="cpu", barebones=True).predict(module, loader([batch]))
         assert torch.equal(found, expected)
         trained = Trainer(devices=1, accelerator="cpu", barebones=True, max_epochs=1)
         trained.fit(module, loader([batch]))
@@ -231,8 +230,7 @@ def test_what_does_not_fit_stays_sharded_and_one_line_says_how_to_have_it(rank):
     module = Predicts()
     patch = remembers(2 * SIZE - 1)
     with said() as text:
-        t = fit(module, BATCHES[rank])
-        t.validate(module, loader(BATCHES[rank]), verbose=False)
+        fit(module, BATCHES[rank]).validate(module, loader(BATCHES[rank]), verbose=False)
     patch.undo()
     assert is_sharded(module)
     if rank == 0:
@@ -262,8 +260,7 @@ class ShardsItself(Predicts):
 def test_modules_that_configure_model_has_sharded(rank):
     module = ShardsItself()
     before = traces(module)
-    t = fit(module, BATCHES[rank], sharding_strategy="auto")
-    assert t.strategy.is_whole is False
+    assert fit(module, BATCHES[rank], sharding_strategy="auto").strategy.is_whole is False
     assert {
         name: found for name, found in traces(module).items() if "late" not in name
     }.keys() == before.keys()

@@ -82,10 +82,8 @@ def relative_error(
     source: Any = data
     if isinstance(data, Stream):
         source = samples()
-    kept = [one for sample in source for one in change(sample)]
-    expected = losses.meant(kind, [kept], 1)
-    parameters = Losses(kind).double().named_parameters()
-    before = dict(parameters)
+    expected = losses.meant(kind, [[one for sample in source for one in change(sample)]], 1)
+    before = dict(Losses(kind).double().named_parameters())
     moved = largest_difference({name: before[name] for name in expected}, expected)
     module = module_type(kind).double()
     loader = DataLoader(data, batch_size, collate_fn=Filtered(change))
@@ -131,8 +129,7 @@ def test_the_samples_that_ran_count(rank, kind, weighting, change):
 @on_ranks(2)
 def test_so_they_do_in_accumulated_batches_and_in_a_stream(rank):
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "balance": "lb_mini", "weighting": "sample"}
-    sized = Sized(samples())
-    error, _ = relative_error("classes", sized, without_long, 4, **options)
+    error, _ = relative_error("classes", Sized(samples()), without_long, 4, **options)
     assert error < 1e-6
     for weighting, kind in (("sample", "classes"), ("token", "padding as ignore_index")):
         options = {"balance": "lb_mini", "weighting": weighting}
@@ -144,8 +141,7 @@ def test_so_they_do_in_accumulated_batches_and_in_a_stream(rank):
 def test_a_loss_is_tried_as_ever(rank):
     for kind, _ in MEANS:
         for change in (without_long, some_twice):
-            sized = Sized(samples())
-            error, text = relative_error(kind, sized, change, balance="auto")
+            error, text = relative_error(kind, Sized(samples()), change, balance="auto")
             assert error < 1e-6, text
 
 

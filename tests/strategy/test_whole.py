@@ -103,8 +103,7 @@ class Padded(TokenModule):
     """A mean over tokens of padded rows."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        logits = self.net(batch)
-        return nn.functional.cross_entropy(logits.transpose(1, 2), batch, ignore_index=0)
+        return nn.functional.cross_entropy(self.net(batch).transpose(1, 2), batch, ignore_index=0)
 
 
 # -- code that is right under DDP --------------------------------------------------------------------------
@@ -161,8 +160,7 @@ class Appends(Sgd):
         seen: list[Tensor] = []
         for block in self.net.blocks:
             block.register_forward_hook(lambda _, __, output: seen.append(output))
-        loss = super().mean_loss(batch)
-        return loss + sum(x.square().mean() for x in seen)
+        return super().mean_loss(batch) + sum(x.square().mean() for x in seen)
 
 
 class ClampedByHooks(Sgd):
@@ -195,8 +193,7 @@ class Checkpointed(Sgd):
         x = self.net.embed(batch)
         for number, block in enumerate(self.net.blocks):
             x = checkpoint(block, x, use_reentrant=number == 0)
-        logits = self.net.head(x)
-        return nn.functional.cross_entropy(logits[0, :-1], batch[0, 1:])
+        return nn.functional.cross_entropy(self.net.head(x)[0, :-1], batch[0, 1:])
 
 
 class Compiled(Sgd):
@@ -217,8 +214,7 @@ def by_hand(module: Any, optimizer: Any, batch: Tensor, _: int) -> None:
     """Clips by hand right behind the backward pass, where DDP has the mean over ranks."""
     optimizer.zero_grad()
     module.manual_backward(module.mean_loss(batch))
-    norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-    module.norms.append(float(norm))
+    module.norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.5)))
     optimizer.step()
 
 

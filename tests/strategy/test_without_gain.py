@@ -57,8 +57,7 @@ def error_of(module: Losses, steps: list[list[Any]], batches: Any = None) -> flo
         else:
             parts = batches(step)
         for part in parts:
-            loss = KINDS[kind](reference, collate(part))
-            (loss / len(parts)).backward()
+            (KINDS[kind](reference, collate(part)) / len(parts)).backward()
         optimizer.step()
     expected = full_parameters(reference)
     return largest_difference(full_parameters(module), expected) / largest_difference(before, expected)
@@ -122,8 +121,7 @@ def test_a_batch_that_its_collate_fn_shortens_counts_what_is_left(rank):
 
     module = Losses("classes").double()
     with warned():
-        loader = DataLoader(data, 2, collate_fn=kept)
-        t = fit(module, loader, balance="auto")
+        t = fit(module, DataLoader(data, 2, collate_fn=kept), balance="auto")
     assert t.train_dataloader.recipe.is_whole
     first, second = steps_of(NEARLY_EQUAL, 4)
     assert error_of(module, [first, second[2:]]) < 1e-6

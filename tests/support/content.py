@@ -33,9 +33,7 @@ class Content:
     annotated: int = 0  # names of a function, at their assignment
 
     def __add__(self, other: Content) -> Content:
-        mine = astuple(self)
-        theirs = astuple(other)
-        return Content(*[a + b for a, b in zip(mine, theirs, strict=True)])
+        return Content(*[a + b for a, b in zip(astuple(self), astuple(other), strict=True)])
 
     @property
     def density(self) -> float:

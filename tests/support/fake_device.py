@@ -80,8 +80,7 @@ class FakeDevice:
         self._rendezvous = rendezvous
         self._why_not = why_not
         linked = {f"uuid{peer}": True for peer in range(_LINKED)}
-        device_facts = DeviceFacts("Fake", f"uuid{rank}", free=2**40, atomics=linked)
-        self._facts = replace(device_facts, **facts)
+        self._facts = replace(DeviceFacts("Fake", f"uuid{rank}", free=2**40, atomics=linked), **facts)
         self._regions: dict[int, MappedWindow] = {}
         self._here = threading.local()
         if delays is None:
@@ -124,8 +123,7 @@ class FakeDevice:
     def wait_for(self, stream: Hashable) -> None:
         assert isinstance(stream, int)
         if stream != self._current:
-            mark = self._mark(stream)
-            self.ask(mark.synchronize)
+            self.ask(self._mark(stream).synchronize)
 
     def mark(self) -> Any:
         self.asked["mark"] += 1
@@ -165,8 +163,7 @@ class FakeDevice:
         begin = HEADER_BYTES + offset
         size = rows.size(1) * dtype.itemsize
         for owner, region in self._regions.items():
-            memory = region.memory[begin : begin + size]
-            self._add(memory.view(dtype), rows[owner])
+            self._add(region.memory[begin : begin + size].view(dtype), rows[owner])
 
     def _owner_of(self, view: Tensor) -> int:
         start = view.untyped_storage().data_ptr()

@@ -47,8 +47,7 @@ def shares(rank: int, counts: Sequence[int], is_weighted: bool = False) -> list[
         weights = None
         if is_weighted:
             weights = [float(batch.numel() - 1) for batch in own]
-        minibatch = Minibatch(own, weights=weights, plan=f"step {step}")
-        made.append(minibatch)
+        made.append(Minibatch(own, weights=weights, plan=f"step {step}"))
     return made
 
 

@@ -56,8 +56,7 @@ class Case:
 
 def adds_every_element_once() -> None:
     for numel, start in itertools.product(SIZES, STARTS):
-        case = Case(3, numel, torch.bfloat16, torch.float32, start)
-        case.check(2, SMALL)
+        Case(3, numel, torch.bfloat16, torch.float32, start).check(2, SMALL)
     for world in (1, 2, 5):
         Case(world, 100, torch.bfloat16, torch.float32, 1).check(0, SMALL)
     atomic = sorted(kernels.ATOMIC_DTYPES, key=str)
@@ -97,8 +96,7 @@ def instructions(architecture: int, values: str = "bf16", is_row_aligned: bool =
     constexprs = {"dtype": tl.float32, "block": launch.block}
     source = compiler.ASTSource(fn=kernels._add_rows, signature=signature, constexprs=constexprs, attrs=attrs)
     options = {"num_warps": launch.warps}
-    target = GPUTarget("cuda", architecture, 32)
-    compiled = compiler.compile(source, target=target, options=options)
+    compiled = compiler.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     for addition in re.findall(r"\b(?:red|atom)\.[.\w]+", str(compiled.asm["ptx"])):
         assert ".global.sys.relaxed.add" in addition or ".relaxed.sys.global.add" in addition, addition
     return Counter(re.findall(r"\b(?:RED|REDG|ATOM|ATOMG|LDG)\.[.\w]+", _disassembled(compiled.asm["cubin"])))

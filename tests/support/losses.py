@@ -125,8 +125,7 @@ class Losses(LightningModule):
 
     def pooled(self, batch: Any, name: str = "input_ids") -> Tensor:
         mask = (batch[name] != 0).unsqueeze(-1).to(self.mix.weight.dtype)
-        states = self.states(batch[name])
-        return (states * mask).sum(1) / mask.sum(1)
+        return (self.states(batch[name]) * mask).sum(1) / mask.sum(1)
 
     def log_probabilities(self, ids: Tensor) -> Tensor:
         """Of each text, as a sum over its tokens."""
@@ -167,20 +166,17 @@ def _own_mask(m: Losses, b: Any) -> Tensor:
 
 
 def _sequence_means(m: Losses, b: Any) -> Tensor:
-    each = F.cross_entropy(_logits(m, b), b["labels"], reduction="none")
-    return _mean(each, b["labels"] != -100)
+    return _mean(F.cross_entropy(_logits(m, b), b["labels"], reduction="none"), b["labels"] != -100)
 
 
 def _zero_head(m: Losses, b: Any) -> Tensor:
-    states = m.states(b["input_ids"])
-    scores = torch.einsum("btd,cd->btc", states, m.zeros)
+    scores = torch.einsum("btd,cd->btc", m.states(b["input_ids"]), m.zeros)
     each = F.cross_entropy(scores.transpose(1, 2), b["labels"], reduction="none")
     return _mean(each, b["labels"] != -100)
 
 
 def _margins(m: Losses, b: Any) -> Tensor:
-    chosen = m.log_probabilities(b["input_ids"])
-    return chosen - m.log_probabilities(b["rejected"])
+    return m.log_probabilities(b["input_ids"]) - m.log_probabilities(b["rejected"])
 
 
 def _referenced(m: Losses, b: Any) -> Tensor:
@@ -211,24 +207,20 @@ def _ctc(m: Losses, b: Any) -> Tensor:
 
 def _items(m: Losses, b: Any) -> dict[str, Any]:
     loss = F.cross_entropy(_logits(m, b), b["labels"], reduction="sum")
-    num_items = (b["labels"] != -100).sum()
-    return {"loss": loss, "num_items": num_items}
+    return {"loss": loss, "num_items": (b["labels"] != -100).sum()}
 
 
 def _classes(m: Losses, b: Any, label: str = "label", **options: Any) -> Tensor:
-    classes = m.classes(m.norm(m.pooled(b)))
-    return F.cross_entropy(classes, b[label], **options)
+    return F.cross_entropy(m.classes(m.norm(m.pooled(b))), b[label], **options)
 
 
 def _regression(m: Losses, b: Any) -> Tensor:
-    classes = m.classes(m.pooled(b))
-    return F.mse_loss(classes, b["target"])
+    return F.mse_loss(m.classes(m.pooled(b)), b["target"])
 
 
 def _tasks(m: Losses, b: Any, known: Tensor) -> Tensor:
     """The mean over all that is known of the tasks of all samples; of one sample, nothing is."""
-    errors = m.classes(m.pooled(b)) - b["target"]
-    return errors[known].square().mean()
+    return (m.classes(m.pooled(b)) - b["target"])[known].square().mean()
 
 
 def _several_tasks(m: Losses, b: Any) -> dict[str, Any]:
@@ -238,20 +230,17 @@ def _several_tasks(m: Losses, b: Any) -> dict[str, Any]:
 
 def _series(m: Losses, b: Any) -> Tensor:
     mask = b["attention_mask"].unsqueeze(-1)
-    mixed = m.mix(b["series"])
-    return F.mse_loss(m.classes((torch.tanh(mixed) * mask).sum(1) / mask.sum(1)), b["target"])
+    return F.mse_loss(m.classes((torch.tanh(m.mix(b["series"])) * mask).sum(1) / mask.sum(1)), b["target"])
 
 
 def _noise_predicted(m: Losses, b: Any) -> Tensor:
     noise = torch.randn_like(b["series"])
-    mixed = m.mix(b["series"] * 0.7 + noise)
-    errors = (mixed - noise).square().sum(2)
+    errors = (m.mix(b["series"] * 0.7 + noise) - noise).square().sum(2)
     return _mean(errors, b["attention_mask"])
 
 
 def _dropout(m: Losses, b: Any) -> Tensor:
-    states = m.states(b["input_ids"])
-    logits = m.head(F.dropout(states, 0.3))
+    logits = m.head(F.dropout(m.states(b["input_ids"]), 0.3))
     return F.cross_entropy(logits.transpose(1, 2), b["labels"])
 
 
@@ -282,8 +271,7 @@ def _auxiliary(m: Losses, b: Any) -> Tensor:
 
 def _rare_weights(m: Losses, b: Any) -> Tensor:
     weight = torch.tensor([1.0, 20.0]).to(m.mix.weight)
-    classes = m.classes(m.pooled(b))
-    return F.cross_entropy(classes[:, :2], b["rare"], weight=weight)
+    return F.cross_entropy(m.classes(m.pooled(b))[:, :2], b["rare"], weight=weight)
 
 
 def _padded_mean(m: Losses, b: Any) -> Tensor:
@@ -301,8 +289,7 @@ def _hugging_face(m: Losses, b: Any, labels: Tensor) -> Tensor:
 
 
 def _hugging_face_logits(m: Losses, b: Any) -> Tensor:
-    logits = m.model(b["input_ids"], b["attention_mask"]).logits
-    return F.cross_entropy(logits.transpose(1, 2), b["labels"])
+    return F.cross_entropy(m.model(b["input_ids"], b["attention_mask"]).logits.transpose(1, 2), b["labels"])
 
 
 #: By name: what counts (``labels``, ``mask``, ``entries`` of a tensor, ``samples``, ``sum`` or ``num_items``; with

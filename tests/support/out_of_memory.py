@@ -131,8 +131,7 @@ def batches(rank: int, steps: int) -> list[Minibatch]:
     made = []
     for step in range(steps):
         tables = [table(rows, tokens, 100 * step + tokens) for rows, tokens in shapes]
-        weights = [float(one[:, 1:].numel()) for one in tables]
-        made.append(Minibatch(tables, weights))
+        made.append(Minibatch(tables, [float(one[:, 1:].numel()) for one in tables]))
     return made
 
 

@@ -327,8 +327,7 @@ def _child(
     try:
         result = function(rank, *args)
     except BaseException as exception:
-        notes = "".join(traceback.format_exception(exception))
-        error = notes
+        error = "".join(traceback.format_exception(exception))
     sender.send_bytes(pickle.dumps((result, error)))
     if dist.is_initialized() and not error:
         dist.barrier()

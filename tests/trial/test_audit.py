@@ -50,8 +50,7 @@ def of(audit: Audit, tasks: list[Task], step: Any = mean_of_labels) -> tuple[str
 
     def try_rule(batch_of: Any, tokens: Sequence[int], rule: Rule) -> Verdict:
         tried.extend(tokens)
-        device = torch.device("cpu")
-        return try_loss(step, batch_of, tokens, [], device, rule=rule)
+        return try_loss(step, batch_of, tokens, [], torch.device("cpu"), rule=rule)
 
     return audit.of(tasks, lambda batch: batch, try_rule), tried
 
@@ -76,8 +75,7 @@ def test_a_collate_fn_is_looked_at_too():
 
 def test_the_first_minibatch_and_those_after_powers_of_ten_are_tried():
     audit = Audit(SAMPLES)
-    due = [number for number in range(2001) if audit.is_due()]
-    assert due == [0, 10, 100, 1000]
+    assert [number for number in range(2001) if audit.is_due()] == [0, 10, 100, 1000]
 
 
 def test_what_explains_the_loss_is_confirmed_and_another_rule_is_contradicted():
@@ -182,10 +180,8 @@ def test_an_error_finds_nothing():
     def read(indices: list[int]) -> Task:
         raise OSError("the file is gone")
 
-    tasks = [task_of([3, 9])]
-    assert found(SAMPLES, tasks, step)[0] == ""
-    task = task_of([3, 9], read)
-    assert found(LABELS, [task]) == ("", [3, 9]), "a microbatch as it is"
+    assert found(SAMPLES, [task_of([3, 9])], step)[0] == ""
+    assert found(LABELS, [task_of([3, 9], read)]) == ("", [3, 9]), "a microbatch as it is"
 
 
 def test_losses_that_say_nothing_contradict_nothing():
@@ -194,8 +190,7 @@ def test_losses_that_say_nothing_contradict_nothing():
     def said(together: float, count: float = 10.0, alone: float = 2.0) -> str:
         counts = {LABELS: count - 2.0}
         singles = [Tried((0,), 3.0, {LABELS: 2.0}), Tried((1,), alone, counts)]
-        tried = [*singles, Tried((0, 1), together, {LABELS: count})]
-        return contradiction(tried, 1e-11, LABELS)
+        return contradiction([*singles, Tried((0, 1), together, {LABELS: count})], 1e-11, LABELS)
 
     assert said(2.2) == ""
     assert said(2.6) != ""

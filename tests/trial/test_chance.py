@@ -66,8 +66,7 @@ def test_every_function_of_torch_that_draws_is_known():
 
 def code_of(function: Any) -> str:
     """The source of a function without its examples."""
-    source = inspect.getsource(function)
-    (tree,) = ast.parse(textwrap.dedent(source)).body
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     if ast.get_docstring(tree):
         del tree.body[0]
     return ast.unparse(tree)

@@ -178,8 +178,7 @@ def test_long_samples_that_are_left_out_do_not_count():
             return mean_of_samples(part)
         return 0 * batch["x"].sum()
 
-    rule = Samples().tried(step)[0].rule
-    assert rule is None
+    assert Samples().tried(step)[0].rule is None
 
 
 def not_hidden(batch: Any) -> Tensor:
@@ -291,8 +290,7 @@ def test_weights_of_four_bits_take_part_in_64_bits(monkeypatch):
         return layer(batch["x"].sum(1, keepdim=True)).square().mean()
 
     device = torch.device("cpu")
-    trial = try_loss(step, samples.batch_of, LENGTHS, [layer], device)
-    assert trial == Verdict(Rule("sample"))
+    assert try_loss(step, samples.batch_of, LENGTHS, [layer], device) == Verdict(Rule("sample"))
     assert layer(torch.ones(1, 1)).isnan()  # as before
 
 
@@ -343,8 +341,7 @@ def test_random_numbers_that_change_nothing_are_not_named():
         return mean_of_labels(batch)
 
     assert Samples().tried(step)[0] == Verdict(LABELS)
-    tried = Samples().tried(lambda batch: mean_of_labels(batch).square())
-    assert "numpy" not in tried[0].reason
+    assert "numpy" not in Samples().tried(lambda batch: mean_of_labels(batch).square())[0].reason
 
 
 def test_a_trial_that_takes_more_than_a_moment_shows_a_progress_bar(monkeypatch):

@@ -181,8 +181,7 @@ def _protocols(nodes: int, store: TCPStore, **options: Any) -> list[CopiesProtoc
         node, place = divmod(rank, 2)
         transport = hubs[node].transport(place)
         transport.job_rank = lambda peer, node=node: 2 * node + peer  # type: ignore[method-assign, misc]
-        column = SlowColumn(boards[place], node)
-        parts: dict[str, Any] = {"column": column}
+        parts: dict[str, Any] = {"column": SlowColumn(boards[place], node)}
         layout = Layout(nodes, 2, rank)
         meet = partial(everybody.rendezvous, rank)
         parts["make_leaders"] = partial(Leaders, layout, meet, store, "127.0.0.1", 20.0)
@@ -252,8 +251,7 @@ def test_nodes_of_one_rank_train_by_collectives_or_are_refused_with_the_ways_out
     module = TokenModule("items")
     with warned() as messages:
         t = trainer(1, **options)
-        minibatch = Minibatch(token_batches([6], seed=rank))
-        t.fit(module, loader([minibatch]))
+        t.fit(module, loader([Minibatch(token_batches([6], seed=rank))]))
     assert t.strategy.communication == "collective"
     assert len([message for message in messages if re.search(says, message)]) == (rank == 0)
     batches = [*token_batches([6], seed=0), *token_batches([6], seed=1)]

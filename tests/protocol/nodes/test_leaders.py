@@ -43,8 +43,7 @@ def made(store: TCPStore, nodes: int, silence: float = SILENCE) -> list[Leaders]
     hub = ThreadHub(nodes)
 
     def answers(node: int, own: object) -> list[object]:
-        rendezvous = hub.rendezvous(node, own)
-        return [answer for answer in rendezvous for _ in range(2)]
+        return [answer for answer in hub.rendezvous(node, own) for _ in range(2)]
 
     everybody = [
         Leaders(Layout(nodes, 2, 2 * node), partial(answers, node), store, "127.0.0.1", silence)

@@ -171,8 +171,7 @@ def test_the_end_of_the_store_is_told_as_that(hosts):
 def _cut_off(rank: int, hosts: Hosts, stalls: bool) -> list[tuple[str, str, float]]:
     """Rank 3 cuts off the second host: what ended training, then what ended a sum over nodes, and after how long."""
     start_on(hosts, rank)
-    layout = Layout(2, 2, rank)
-    column = ColumnGroup(layout, torch.device("cpu"), timedelta(seconds=STALL))
+    column = ColumnGroup(Layout(2, 2, rank), torch.device("cpu"), timedelta(seconds=STALL))
 
     def cut(own: Any) -> None:
         if own.global_rank == 3 and own.global_step == 2:
@@ -191,8 +190,7 @@ def _cut_off(rank: int, hosts: Hosts, stalls: bool) -> list[tuple[str, str, floa
     own = doing(TokenModule(), on_train_start=lambda _: column.open(), on_train_batch_start=cut)
     ends = [_end_of(lambda: t.fit(own, loader([Minibatch(token_batches([5, 6]))] * 1000)))]
     assert t.global_step >= 1
-    end = _end_of(lambda: column.begin_exchange(torch.ones(4))())
-    ends.append(end)
+    ends.append(_end_of(lambda: column.begin_exchange(torch.ones(4))()))
     dist.destroy_process_group()
     return ends
 

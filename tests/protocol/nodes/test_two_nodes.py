@@ -111,8 +111,7 @@ def save(rank: int, way: str, kind: str, folder: Path) -> None:
     """All steps but one, and a checkpoint."""
     first = trainer_on(rank, way, state_dict_type=kind)
     steps = range(STEPS - 1)
-    token_module = TokenModule("items", lr=LR)
-    first.fit(token_module, shares(rank, way, steps))
+    first.fit(TokenModule("items", lr=LR), shares(rank, way, steps))
     first.save_checkpoint(folder / kind)
 
 

@@ -126,8 +126,7 @@ def words_and_mailboxes(transport: Transport, meet: Callable[[Any], list[Any]]) 
         assert transport.load(transport.rank, 3) == value
     transport.store(7, 100 + transport.rank)
     transport.post(0, b"long message, then a short one" * 2)
-    encoded = f"from {transport.rank}".encode()
-    transport.post(0, encoded)
+    transport.post(0, f"from {transport.rank}".encode())
     transport.post(1, b"")
     meet(None)
     return [
@@ -154,8 +153,7 @@ def everybody_adds_everywhere(transport: Transport, meet: Callable[[Any], list[A
             lock.give()
     settle(transport)
     meet(None)
-    sums = transport.accumulator(transport.rank, 2)
-    total = sums.unique().tolist()
+    total = transport.accumulator(transport.rank, 2).unique().tolist()
     assert transport.dead_peers() == []
     return total
 
@@ -183,12 +181,10 @@ def locks_exclude(transport: Transport, meet: Callable[[Any], list[Any]]) -> lis
 
 @on_windows(sources=2)
 def adds_land_in_parts(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
-    zeros = zeros_of(transport, 0)[:3]
-    chunk = zeros + torch.tensor([1.0, 2.0, 3.0]).to(zeros_of(transport, 0))
+    chunk = zeros_of(transport, 0)[:3] + torch.tensor([1.0, 2.0, 3.0]).to(zeros_of(transport, 0))
     for target, part in ((2, chunk[:1]), (0, chunk[2:])):
         if transport.needs_locks:
-            accumulator = transport.accumulator(1, 0, transport.rank)
-            transport.add(accumulator.narrow(0, target, 1), part)
+            transport.add(transport.accumulator(1, 0, transport.rank).narrow(0, target, 1), part)
         else:
             transport.add_rows(0, transport.rank, target, torch.stack([torch.zeros_like(part), part]))
     settle(transport)

@@ -126,8 +126,7 @@ def test_nothing_is_announced_before_it_is_done(deterministic):
             assert one.wrong == []
             # One wait for each optimizer step, and one for the meeting at the end. Versions wait in their own thread.
             assert one.protocol.device_waits == STEPS + 1
-            add = one.device.asked["add"]
-            assert (one.protocol.traffic.reads > 0, add > 0) == (True, True)
+            assert (one.protocol.traffic.reads > 0, one.device.asked["add"] > 0) == (True, True)
 
 
 class AnnouncesAtOnce(CudaTransport):

@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(NO_TRITON, reason="Triton is 
 
 
 def _version(package: str) -> tuple[int, int]:
-    version = importlib.metadata.version(package)
-    major, minor, *_ = version.split(".")
+    major, minor, *_ = importlib.metadata.version(package).split(".")
     return int(major), int(minor)
 
 

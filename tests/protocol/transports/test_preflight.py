@@ -83,12 +83,10 @@ def test_gpus_that_cannot_map_each_other_are_refused(one, two, begins, says):
 
 def test_additions_over_a_link_without_atomics():
     one = facts(atomics={"two": True})
-    two = other(atomics={"one": True})
-    assert preflight.why_not_atomic([one, two]) == ""
+    assert preflight.why_not_atomic([one, other(atomics={"one": True})]) == ""
     assert preflight.why_not_atomic([facts(), facts()]) == ""  # one GPU adds to its own memory
     for there in ({"one": False}, {}):  # over PCIe; or not visible from here
-        units = [one, other(atomics=there)]
-        message = preflight.why_not_atomic(units)
+        message = preflight.why_not_atomic([one, other(atomics=there)])
         assert message.startswith("additions from the GPU of rank 1 to the memory of that of rank 0 are not")
         assert "`nvidia-smi topo -p2p a`" in message
 
@@ -96,8 +94,7 @@ def test_additions_over_a_link_without_atomics():
 def test_what_may_stand_behind_an_error():
     error = RuntimeError("CUDA driver error: invalid device context\nC++ stack ...")
     facts_of_rank = facts(stack="torch 2.11.0, CUDA 13.0")
-    spec = replace(SPEC, sources=2)
-    message = preflight.explain(error, facts_of_rank, spec)
+    message = preflight.explain(error, facts_of_rank, replace(SPEC, sources=2))
     assert "could not be mapped by the peers: CUDA driver error: invalid device context. What" in message
     for hint in (
         "shards and gradient accumulators (2 per shard) take 5.00 GiB",

@@ -233,8 +233,7 @@ def test_a_kernel_that_works_is_compiled_for_all_dtypes_and_used(monkeypatch):
         adds_in_host_memory(windows, offset, dtype, rows)
 
     device = kernels(monkeypatch, add)
-    units = [FP32, FP32, unit(torch.uint8, torch.float32)]
-    assert device.why_not_atomic(units) == ""
+    assert device.why_not_atomic([FP32, FP32, unit(torch.uint8, torch.float32)]) == ""
     assert forms == [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
     wide = unit(torch.float64, torch.float64)
     assert "accumulators in torch.float64" in device.why_not_atomic([wide, FP32])
