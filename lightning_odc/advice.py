@@ -374,8 +374,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """``lightning-odc advise``; returns the exit code."""
     given = vars(arguments)
-    quiet = given.pop("quiet")
-    data = given.pop("data")
+    quiet: bool = given.pop("quiet")
+    data: str = given.pop("data")
     try:
         advice = advise(data, **given)
         if arguments.tokenizer:

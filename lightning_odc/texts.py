@@ -26,7 +26,7 @@ def token_counts(path: Path, tokenizer: str | Path) -> tuple[list[int], str]:
     """
     samples = _samples(path)
     tokens = _load(tokenizer)
-    first = samples[0]
+    first: object = samples[0]
     if isinstance(first, dict) and any(name in first for name in _CHAT) and tokens.chat_template:
         what = "conversations by the chat template"
     else:

@@ -45,7 +45,7 @@ def relative_costs(
         num_ranks: how many ranks there are.
         collation: See `plan_minibatch`.
     """
-    ends = np.cumsum([0, *map(len, microbatches)]).tolist()
+    ends: list[int] = np.cumsum([0, *map(len, microbatches)]).tolist()
     members = [list(range(begin, end)) for begin, end in pairwise(ends)]
     others: Plan = [[]] * (num_ranks - 1)
     costs = microbatch_costs([members, *others], np.concatenate(microbatches), cost, collation=collation)

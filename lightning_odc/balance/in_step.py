@@ -25,6 +25,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from lightning_odc.balance.arrays import Floats
 from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, for_each_rank, lower_bound
 from lightning_odc.balance.search import improve, longest_first
 
@@ -107,7 +108,7 @@ def _dealt(work: Microbatches, short: Groups) -> Groups:
     groups = [list(run) for run in short]
     loads = for_each_rank(work.alone, short)
     slowness = work.by_rank(work.costs.sum(1))
-    sums = work.costs.sum(0).tolist()
+    sums: list[float] = work.costs.sum(0).tolist()
     rest = sorted(range(sum(map(len, short)), len(work)), key=work.bulk.__getitem__)
     while rest:
         neighbours = sorted(rest[-work.num_ranks :], key=sums.__getitem__, reverse=True)
@@ -142,7 +143,7 @@ def _line_up(work: Microbatches, groups: Groups, count: int, limit: float) -> li
     costliest = [max([work.costs_of[rank][sample] for sample in group]) for rank, group in enumerate(groups)]
     order = sorted(range(len(groups)), key=costliest.__getitem__, reverse=True)
     for rank in order * 2:  # once more, now that all others are known
-        others = loads.max(0)
+        others: Floats = loads.max(0)
         if lined[rank]:
             if (loads[rank] < others).all():
                 continue

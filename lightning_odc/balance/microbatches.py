@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_odc.balance.arrays import Ints, Plan
+from lightning_odc.balance.arrays import Floats, Ints, Plan
 from lightning_odc.balance.costs import MinibatchCosts
 
 Samples = list[int]
@@ -117,7 +117,7 @@ class Microbatches(ABC):
 
     def bound(self) -> float:
         """No plan has a largest load below it."""
-        overhead = self.overhead[:, None]
+        overhead: Floats = self.overhead[:, None]
         alone = (self.smallest + overhead).min(0).max()
         shares = (overhead * self.fills).astype(np.int64)
         return max(float(alone), lower_bound(self.smallest + shares, self.num_ranks))
@@ -145,7 +145,7 @@ def lower_bound(costs: Ints, num_ranks: int) -> float:
     if len(costs) > 1:
         quickness = 1 / costs.sum(1)
         weights = quickness / math.fsum(quickness)
-        weighted = np.floor(costs * weights[:, None])
+        weighted: Floats = np.floor(costs * weights[:, None])
         return max(largest, float(weighted.min(0).sum()))
     falling = -np.sort(-costs[0])
     totals = np.append(0, np.cumsum(falling))

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Ints
+from lightning_odc.balance.arrays import Floats, Ints
 from lightning_odc.balance.costs import MinibatchCosts, pairs_of_tokens
 from lightning_odc.balance.microbatches import Bins, Microbatches, Samples
 
@@ -23,13 +23,13 @@ class Packed(Microbatches):
     def __init__(self, num_ranks: int, rows: Ints, cap: int, costs: MinibatchCosts) -> None:
         super().__init__(num_ranks, rows, cap, costs)
         self.bulk = range(len(rows))
-        overhead = self.overhead[:, None]
+        overhead: Floats = self.overhead[:, None]
         pair = costs.pair[:, None]
         self._has_pairs = bool(pair.any())
         if not self._has_pairs:
             self.near = (0, 1)  # more samples do not fit into fewer
         # What each sample adds to microbatches that are filled as far as it pays: beyond, pairs cost more.
-        pays = np.sqrt(2 * overhead / np.maximum(pair, 1e-200))
+        pays: Floats = np.sqrt(2 * overhead / np.maximum(pair, 1e-200))
         full = np.maximum(np.minimum(cap, pays), 1.0)
         overhead_shares = overhead * self.sizes / full
         pair_shares = pair * self.sizes * (full - self.sizes) / 2

@@ -167,10 +167,10 @@ def regroup(costs: Any, num_ranks: int, minibatch_size: int) -> list[Ints]:
     array = floats(costs)
     count = len(array) // minibatch_size
     whole = count * minibatch_size
-    falling = np.argsort(-array[:whole], kind="stable").tolist()
+    falling: list[int] = np.argsort(-array[:whole], kind="stable").tolist()
     tops = min(num_ranks, minibatch_size)
     groups = [falling[i * tops : (i + 1) * tops] for i in range(count)]
-    values = array.tolist()
+    values: list[float] = array.tolist()
     # How much of the room beside its largest sample a minibatch has used, below zero.
     filled = [math.fsum(array[group]) - num_ranks * values[group[0]] for group in groups]
     longest_first(array[None], falling[count * tops :], groups, filled, [minibatch_size] * count)

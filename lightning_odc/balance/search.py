@@ -103,7 +103,7 @@ def longest_first(
         [[0], [1], [2, 3]]
     """
     limits = limits or [costs.shape[1]] * len(groups)
-    sums = costs.sum(0).tolist()
+    sums: list[float] = costs.sum(0).tolist()
     falling = sorted(pieces, key=sums.__getitem__, reverse=True)
     by_rank = np.array(loads)
     for piece, own in zip(falling, costs.T[falling], strict=True):
@@ -183,7 +183,7 @@ def _exchanges(
     reached = loads[light] + gives @ there[mine]
     heavy_loads = left[:, None] + takes @ here[theirs]
     light_loads = reached[:, None] - takes @ there[theirs]
-    larger = np.maximum(heavy_loads, light_loads)
+    larger: Floats = np.maximum(heavy_loads, light_loads)
     if equal_counts:
         larger[gives.sum(1)[:, None] != takes.sum(1)] = _NEVER
     for _ in range(_TRIES):

@@ -79,7 +79,7 @@ class SampleReader:
         """The length of a sample, compared with the one that is known; 1 of a sample that has none."""
         assert self._lengths is not None
         assert self._lengths.length_of is not None
-        length = self._lengths.values[index]
+        length: int = self._lengths.values[index]
         found = 1
         with suppress(LengthsUnknownError):
             found = max(int(self._lengths.length_of(sample)), 1)

@@ -46,7 +46,7 @@ LossOf = Callable[[Any, int], Tensor]
 
 def trial_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Verdict:
     """What microbatches count; see Note [What Trainer computes]."""
-    copies = trainer.args.gradient_accumulation_steps
+    copies: int = trainer.args.gradient_accumulation_steps
     scales: list[float] = []
 
     def step(batch: Any) -> Tensor:
@@ -98,7 +98,7 @@ def apart(trainer: Any, gather: Callable[[Any], Any] = lambda value: value) -> I
     accelerator = trainer.accelerator
     accelerator.gather = accelerator.gather_for_metrics = lambda value, *_, **__: gather(value)
     # Each rank counts its own items: the engine divides by those of all ranks when the step settles.
-    averages = trainer.args.average_tokens_across_devices
+    averages: bool = trainer.args.average_tokens_across_devices
     trainer.args.average_tokens_across_devices = False
     try:
         yield

@@ -116,7 +116,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
             written = f'balance={{"length_fn": {error.length_fn}}}'
             self._warn(f"{error.reason} Write {type(self).__name__}(..., {written})")
             return own
-        accumulated = self.args.gradient_accumulation_steps
+        accumulated: int = self.args.gradient_accumulation_steps
         if len(balanced) != -(-len(own) // accumulated):
             self._warn("an epoch has another number of them than `per_device_train_batch_size` makes")
             return own
@@ -135,7 +135,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         batches: Any = own.batch_sampler
         inner = getattr(batches, "batch_sampler", batches)  # of all ranks
         workers = {name: getattr(own, name) for name in WorkerOptions.__annotations__}
-        seed = args.seed
+        seed: int = args.seed
         if args.data_seed is not None:
             seed = args.data_seed
         policy = choose_policy(
@@ -194,7 +194,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         """
         odc = self.odc
         assert odc is not None, "training steps are those of `train`"
-        ends_step = self.accelerator.sync_gradients
+        ends_step: bool = self.accelerator.sync_gradients
         if not isinstance(inputs, Minibatch):
             loss = self._own_batch(model, inputs, num_items_in_batch)
             if ends_step:

@@ -105,7 +105,7 @@ class SampleGroup:
     def all_out_of_memory(self, error: Exception, where: Any) -> None:
         """Return if the whole group ran out of memory there; else raise: others wait inside of the microbatch."""
         try:
-            by_rank = self.tell("out of memory", where, within=_PATIENCE)
+            by_rank: list[Any] = self.tell("out of memory", where, within=_PATIENCE)
         except DisagreementError as other:
             raise other from error
         except RuntimeError:

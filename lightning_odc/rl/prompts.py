@@ -102,7 +102,7 @@ def claim_prompts(
 
 def _sampled(strategy: Any, shares: Sequence[_Share], claimed: Claims) -> Iterator[tuple[int, Any]]:
     """See Note [The answer does not depend on the rank]."""
-    device = strategy.root_device
+    device: torch.device = strategy.root_device
     counts = [len(share.prompts) for share in shares]
     first = list(itertools.accumulate(counts, initial=0))  # in the example [0, 2, 5]
     orders = [np.argsort(np.negative(share.costs), kind="stable") for share in shares]  # the longest first

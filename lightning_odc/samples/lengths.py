@@ -248,7 +248,7 @@ def _length(sample: Any) -> int | None:
         # A table of numbers that are no tokens is a series: steps, each with some numbers.
         is_series = sample.ndim == 2 and "float" in str(sample.dtype)
         return len(sample) if sample.ndim == 1 or is_series else None
-    nodes = getattr(sample, "num_nodes", None)  # of a graph of torch_geometric's
+    nodes: object = getattr(sample, "num_nodes", None)  # of a graph of torch_geometric's
     if isinstance(nodes, int):
         return nodes
     if not isinstance(sample, Sequence) or isinstance(sample, str | bytes):

@@ -115,7 +115,7 @@ def _is_open(group: dict[str, Any]) -> bool:
     """Whether a group leaves it to torch how it steps, and its parameters can be in one list."""
     if group.get("foreach") is not None or group.get("fused") or group.get("differentiable"):
         return False
-    shards = group["params"]
+    shards: list[DTensor] = group["params"]
     is_other = any(shard.device.type != "cpu" or shard.dtype not in _EQUAL_DTYPES for shard in shards)
     if is_other or isinstance(group["lr"], Tensor):
         return False

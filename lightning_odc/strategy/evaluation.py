@@ -178,7 +178,7 @@ def totals_in(results: Results) -> Iterator[Total]:
         options["sync_dist_group"] = meta.sync.group
         options["rank_zero_only"] = meta.sync.rank_zero_only
         loader = meta.dataloader_idx
-        fx = meta.fx.removesuffix(f".{loader}")
+        fx: str = meta.fx.removesuffix(f".{loader}")
         total = Total(meta.name, METRIC, options, fx=fx, dataloader_idx=loader)
         if item.is_tensor:
             total.reduction = meta.reduce_fx.__name__

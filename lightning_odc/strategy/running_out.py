@@ -136,7 +136,7 @@ def for_training(engine: Engine, loader: object, trainer: Any, talks: Callable[[
     def agree(has: int) -> int:
         found = engine.exchange("the next batches", [has, talks()])
         counts = [count for count, _ in found]
-        fewest = min(counts)
+        fewest: int = min(counts)
         most = max(counts)
         if fewest < most and any(heard for _, heard in found):
             raise DisagreementError(

@@ -61,7 +61,7 @@ def load_timeline(path: str | Path) -> Timeline:
         OSError: the file cannot be read.
         ValueError: it was written by something else, or by another version.
     """
-    trace = json.loads(Path(path).read_bytes())
+    trace: dict[str, Any] = json.loads(Path(path).read_bytes())
     about = trace.get("otherData", {})
     if about.get("format") != FORMAT:
         raise ValueError(f"{path} is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")

@@ -196,7 +196,7 @@ class Leaders:
         nodes = self._layout.nodes
         self._come(message)
         self.until(lambda: self._store.add("come", 0) >= self._meetings * nodes)
-        messages = self._store.multi_get([self._key(node) for node in range(nodes)])
+        messages: list[bytes] = self._store.multi_get([self._key(node) for node in range(nodes)])
         if b"" in messages:
             gone = self._ranks_of(messages.index(b""))
             self._trouble = (

@@ -308,7 +308,7 @@ class SymmetricDevice:
             dtype: The dtype in which windows hold sums.
             rows: Numbers of any floating dtype, ``[world_size, numel]``, each row contiguous.
         """
-        own = self._handle.rank
+        own: int = self._handle.rank
         if self._addresses is not None and self._has_kernel:
             from lightning_odc.protocol.transports import kernels
 

@@ -27,7 +27,7 @@ _PLACE = "odc_loader"
 def keep_place_apart(checkpoint: StateDict) -> None:
     """Let other strategies load a checkpoint of the middle of an epoch, too: their loaders have no such state."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    places = loop.get("combined_loader", [])
+    places: list[dict[str, Any]] = loop.get("combined_loader", [])
     if len(places) == 1 and "minibatches" in places[0]:
         checkpoint[_PLACE] = loop.pop("combined_loader")
 
@@ -50,7 +50,7 @@ def agree_with_loader(checkpoint: StateDict) -> bool:
     (place,) = loops["state_dict"]["combined_loader"]
     epochs = loops["epoch_progress"]
     batches = loops["epoch_loop.batch_progress"]
-    processed = epochs["current"]["processed"]
+    processed: int = epochs["current"]["processed"]
     if place["epoch"] == processed - 1 and not batches["is_last_batch"]:
         # Lightning counts an epoch that was stopped as done: the other samples of the epoch would be lost.
         for progress in (epochs["current"], epochs["total"]):
@@ -59,8 +59,8 @@ def agree_with_loader(checkpoint: StateDict) -> bool:
     if place["epoch"] < processed:
         return False
     current = batches["current"]
-    ended = current["completed"]
-    done = place["minibatches"]
+    ended: int = current["completed"]
+    done: int = place["minibatches"]
     if place["epoch"] > processed:  # the last batch of this one is done
         done = current["ready"]
     has_ended = batches["is_last_batch"] and ended == current["ready"]
@@ -73,7 +73,9 @@ def agree_with_loader(checkpoint: StateDict) -> bool:
     elif current["ready"] == done:
         for progress in (current, batches["total"]):
             progress["started"] = progress["processed"] = progress["ready"]
-        steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]
+        steps: dict[str, Any] = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"][
+            "step"
+        ]["total"]
         steps["completed"] = steps["ready"]
         return True
     _set(batches["total"], batches["total"]["completed"] - ended + done)
@@ -89,7 +91,7 @@ def follow_loader(trainer: Trainer, place: Position) -> None:
     done = place.minibatches
     if place.epoch != loop.epoch_progress.current.processed or batches.current.ready == done:
         return
-    in_all = batches.total.ready
+    in_all: int = batches.total.ready
     if not batches.is_last_batch:
         in_all += done - batches.current.ready
     _set(vars(batches.total), in_all)
@@ -108,7 +110,7 @@ def _set(progress: dict[str, int], count: int) -> None:
 
 def _raised_in_scheduler(loops: StateDict, checkpoint: StateDict) -> bool:
     """Whether `lr_scheduler_step` has raised before the scheduler stepped."""
-    steps = loops["epoch_loop.scheduler_progress"]["total"]
+    steps: dict[str, Any] = loops["epoch_loop.scheduler_progress"]["total"]
     if steps["ready"] == steps["completed"]:
         return False
     epochs = [scheduler.get("last_epoch") for scheduler in checkpoint["lr_schedulers"]]
