@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_odc.balance.arrays import Floats, Ints, floats
-from lightning_odc.samples.content import named, tensors_of
+from lightning_odc.samples.content import named, parts_in
 from lightning_odc.samples.packing import IGNORE_INDEX
 
 Planned = Literal["sample", "token", "next_token", "sum", "num_items"]
@@ -35,8 +35,10 @@ class LabelCounter:
             if found is not None and (found.is_floating_point() or found.dtype is torch.bool):
                 return None  # targets of a regression, or of several classes at once
         else:
-            found = dict(tensors_of(batch)).get(self.path)
-        if found is None or found.is_complex():
+            found = batch
+            for key in self.path:
+                found = dict(parts_in(found)).get(key)
+        if not isinstance(found, Tensor) or found.is_complex():
             return None
         if self.skips_first and found.dim() > 1:
             found = found[..., 1:]

@@ -73,6 +73,8 @@ def check_shards(model: nn.Module, mesh: DeviceMesh, groups: DeviceMesh | None =
     is_divided = False
     for name, parameter in model.named_parameters():
         of_parameter: DeviceMesh = getattr(parameter, "device_mesh", mesh)
+        if of_parameter is mesh:
+            continue
         ranks = of_parameter.mesh
         if groups is not None and torch.equal(ranks, groups.mesh):
             is_divided = True

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from lightning_odc.samples.content import digest_of, some_rows
 from lightning_odc.samples.probe import Probe, collated
 from lightning_odc.samples.weighting import Rule
@@ -49,16 +51,19 @@ def distinguishing(counts: Sequence[Counts]) -> list[int]:
 
     They are as short as possible: they pad each other. A longer one is taken only if it distinguishes usual rules.
     """
-    usual = [rule for rule in counts[0] if rule.is_usual]
+    rules = [*counts[0]]
+    table = np.array([[own.get(rule, 0.0) for rule in rules] for own in counts])  # [samples, rules]
+    of_first = np.where(table[0] == 0, 1.0, table[0])
+    usual = [rule.is_usual for rule in rules]
     group: list[int] = []
 
     def how_good(sample: int) -> tuple[int, bool, int, int]:
         """How many usual rules differ in the group with this sample, and then how many rules at all."""
-        larger = [*group, sample]
-        of_usual = how_many_weights(counts, usual, larger)
-        return of_usual, sample < _SHORT, how_many_weights(counts, counts[0], larger), -sample
+        own = weights[sample]
+        return len({*own[usual].tolist()}), sample < _SHORT, len({*own.tolist()}), -sample
 
     while len(group) < min(_TRIED, len(counts)) - 1:
+        weights = (table[group].sum(0) + table) / of_first  # of the group with each sample
         others = {*range(1, len(counts))} - {*group}
         group.append(max(others, key=how_good))
     return [0, *group]
