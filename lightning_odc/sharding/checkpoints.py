@@ -20,7 +20,6 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -37,8 +36,9 @@ from torch.optim import Optimizer
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.files import not_written, replacing, why_no_room
 from lightning_odc.sharding.optimizers import StateDict, parameters_of
-from lightning_odc.sharding.stepping import part_of, whole
+from lightning_odc.sharding.stepping import part_of
 from lightning_odc.sharding.untrusted import refuse_code
+from lightning_odc.sharding.way_back import assembled
 
 Location = Path | str
 """Where a checkpoint is: a path, or a URL."""
@@ -104,19 +104,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer | LightningOptimizer,
 
 
 def _whole_on_rank_0(state: StateDict) -> StateDict:
-    """A state dict without shards on rank 0, and an empty one elsewhere. All ranks together, tensor by tensor."""
+    """A state dict without shards on rank 0, and an empty one elsewhere. All ranks together."""
     is_kept = dist.get_rank() == 0
-
-    def assembled(value: Tensor) -> Tensor | None:
-        tensor = whole(value)
-        if not is_kept:
-            return None
-        return tensor.to("cpu", copy=True)
-
-    state = apply_to_collection(state, Tensor, assembled)
-    if not is_kept:
-        return {}
-    return state
+    state = assembled(state, copies=True, is_kept=is_kept)
+    return state if is_kept else {}
 
 
 def location(path: Location) -> Location:

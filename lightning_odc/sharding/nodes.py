@@ -71,11 +71,9 @@ def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
 def check_shards(model: nn.Module, mesh: DeviceMesh, groups: DeviceMesh | None = None) -> None:
     """Refuse a model that the user has sharded over other ranks, or that groups of ranks do not divide."""
     is_divided = False
-    for name, parameter in model.named_parameters():
-        of_parameter: DeviceMesh = getattr(parameter, "device_mesh", mesh)
-        if of_parameter is mesh:
-            continue
-        ranks = of_parameter.mesh
+    meshes = {getattr(parameter, "device_mesh", mesh): name for name, parameter in model.named_parameters()}
+    for of_parameters, name in meshes.items():
+        ranks = of_parameters.mesh
         if groups is not None and torch.equal(ranks, groups.mesh):
             is_divided = True
         elif not torch.equal(ranks, mesh.mesh):

@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -90,11 +89,6 @@ def put_in_place(optimizer: Optimizer, others: Mapping[nn.Parameter, Tensor]) ->
     for before, other in others.items():
         if before in optimizer.state:
             optimizer.state[other] = optimizer.state.pop(before)
-
-
-def assembled(state: StateDict) -> StateDict:
-    """A state without shards: they become whole, in host memory. All ranks together."""
-    return apply_to_collection(state, DTensor, lambda shard: shard.full_tensor().cpu())
 
 
 def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:

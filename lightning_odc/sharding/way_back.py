@@ -7,16 +7,23 @@ no memory. Its values are not a number: code that holds it instead of the shard 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from lightning_odc import _compat
 from lightning_odc.engine.units import fsdp_modules
 
 _ORIGIN = "origin"
+#: Elements that are gathered at once: the time of a collective does not count then, and their memory does not, either.
+_TOGETHER = 2**24
 
 
 def replaced(origin: nn.Parameter, shard: nn.Parameter) -> None:
@@ -29,6 +36,59 @@ def replaced(origin: nn.Parameter, shard: nn.Parameter) -> None:
         origin.data = blank.to(origin.dtype).expand(origin.shape)
 
 
+def assembled(state: dict[Any, Any], *, copies: bool = False, is_kept: bool = True) -> dict[Any, Any]:
+    """A state without shards: they become whole, in host memory. All ranks together.
+
+    Args:
+        state: Nested dictionaries, lists and tuples.
+        copies: Other tensors are copied to host memory, too.
+        is_kept: Otherwise ``None`` stands in the place of each of them.
+    """
+    shards: list[DTensor] = []
+    apply_to_collection(state, DTensor, shards.append)
+    wholes = whole_tensors(shards)
+
+    def kept(value: Tensor) -> Tensor | None:
+        if isinstance(value, DTensor):
+            value = next(wholes)
+        if is_kept:
+            return value.to("cpu", copy=True)
+        return None
+
+    return apply_to_collection(state, Tensor if copies else DTensor, kept)
+
+
+@torch.no_grad()
+def whole_tensors(shards: Sequence[DTensor]) -> Iterator[Tensor]:
+    """The whole tensors, in order. All ranks together. They may be views of what is gathered for several."""
+    batches = (end // _TOGETHER for end in accumulate(shard.numel() for shard in shards))
+    keys = zip(map(_how_sharded, shards), batches, strict=True)
+    for ((mesh, placements, _), _), alike in groupby(shards, lambda _: next(keys)):
+        now = [*alike]
+        if not placements:
+            yield from (shard.full_tensor() for shard in now)
+            continue
+        ranks = mesh.size(-1)
+        # By rank: the rows of each shard, padded to those of the largest.
+        numels = [-(-shard.size(0) // ranks) * math.prod(shard.shape[1:]) for shard in now]
+        own = _compat.local_of(now[0]).new_zeros(sum(numels))
+        for place, shard in zip(own.split(numels), now, strict=True):
+            local = _compat.local_of(shard).flatten()
+            place[: len(local)] = local
+        by_rank = DTensor.from_local(own, mesh, placements).full_tensor().view(ranks, -1)
+        for columns, shard in zip(by_rank.split(numels, 1), now, strict=True):
+            yield columns.reshape(-1)[: shard.numel()].view(shard.shape)
+
+
+def _how_sharded(shard: DTensor) -> tuple[DeviceMesh, Sequence[Placement], object]:
+    """The mesh, the placements if shards are rows that can be gathered with others, and what alike ones share, too."""
+    *others, last = shard.placements
+    is_by_rows = type(last) is Shard and last.dim == 0 and all(one.is_replicate() for one in others)
+    local = _compat.local_of(shard)
+    placements = shard.placements if is_by_rows and type(local) is Tensor else ()
+    return shard.device_mesh, placements, (local.dtype, local.device)
+
+
 @torch.no_grad()
 def make_whole(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     """Take ``fully_shard`` off a model. Its parameters are then in host memory. All ranks together.
@@ -36,11 +96,9 @@ def make_whole(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     Returns:
         The whole parameters, by the shards that they have replaced.
     """
-    wholes: dict[nn.Parameter, nn.Parameter] = {}
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            value = parameter.full_tensor().to("cpu", copy=True)  # without the padding of shards
-            wholes[parameter] = _whole(parameter, value)
+    shards: list[Any] = [one for one in model.parameters() if isinstance(one, DTensor)]
+    values = zip(shards, whole_tensors(shards), strict=True)
+    wholes = {shard: _whole(shard, value.to("cpu", copy=True)) for shard, value in values}
     # Until here ranks may fail, and the model is as before.
     for module in model.modules():
         for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:

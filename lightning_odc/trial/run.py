@@ -63,7 +63,7 @@ def try_loss(
         device: The device whose random numbers are put back.
         rule: The only rule to try, with all samples; see Note [The proof continues].
         engine: The engine through which ranks share the passes out. All of them try the same samples.
-        together: All ranks try. Else nobody would answer a step that talks to other ranks: it fails.
+        together: All ranks try. Else no rank would answer a step that talks to others, and it fails.
     """
     touched = [*modules]
     parameters = (parameter for module in touched for parameter in module.parameters(False))

@@ -15,11 +15,13 @@ import torch
 from lightning.pytorch import Trainer, callbacks
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_odc import host_memory
-from lightning_odc.sharding.way_back import make_whole
+from lightning_odc.sharding import way_back
+from lightning_odc.sharding.way_back import assembled, make_whole, whole_tensors
 from tests.support.fits import Sgd, Watch, are_equal, doing, fit, largest_difference, one_process
 from tests.support.models import WIDTH, Block, Net, full_parameters, init_gloo, token_batches
 from tests.support.modules import loader, said, trainer, warned
@@ -331,6 +333,38 @@ def test_a_parameter_that_is_held_elsewhere_is_the_trained_one_again(rank):
     assert len(during) == len(held)
     assert all(one is other for one, other in zip(held, module.parameters(), strict=True))
     assert not any(one.isnan().any() for one in held)
+
+
+SHAPES = [(5, 3), (2,), (1, 7), (0, 4), (9,), (4, 2, 3), (64, 2), (6,)]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("ranks", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("together", [1, 40, 10_000])
+def test_tensors_that_are_gathered_together_are_those_that_are_gathered_alone(
+    rank, ranks, together, monkeypatch
+):
+    init_gloo(rank)
+    monkeypatch.setattr(way_back, "_TOGETHER", together)
+    mesh = init_device_mesh("cpu", ranks)
+    rows = [Replicate()] * (len(ranks) - 1) + [Shard(0)]
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=draw) for shape in SHAPES]
+    shards = [distribute_tensor(value, mesh, rows) for value in values]
+    shards += [distribute_tensor(value.bfloat16(), mesh, rows) for value in values]
+    shards.insert(3, distribute_tensor(torch.ones(3, 9), mesh, [*rows[:-1], Shard(1)]))
+    shards.insert(5, distribute_tensor(torch.arange(5), mesh, [Replicate()] * len(ranks)))
+    expected = [shard.full_tensor() for shard in shards]
+    for found, value in zip(whole_tensors(shards), expected, strict=True):
+        assert found.dtype == value.dtype
+        assert torch.equal(found, value)
+    state = {"a": shards[0], "b": [shards[-1], torch.ones(2)], "step": 3}
+    found = assembled(state, copies=True, is_kept=rank == 0)
+    if rank == 0:
+        assert torch.equal(found["a"], expected[0])
+        assert torch.equal(found["b"][0], expected[-1])
+    else:
+        assert found == {"a": None, "b": [None, None], "step": 3}
 
 
 @on_ranks(1)

@@ -38,11 +38,10 @@ from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import (
     ParameterNames,
     StateDict,
-    assembled,
     put_in_place,
     regroup,
 )
-from lightning_odc.sharding.way_back import make_whole, unwrap
+from lightning_odc.sharding.way_back import assembled, make_whole, unwrap
 from lightning_odc.sharding.wrapping import (
     HowToShard,
     mesh_for,
@@ -299,8 +298,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         for optimizer in self.optimizers:
             put_in_place(optimizer, parameters)
             if fits:
-                for parameter, state in optimizer.state.items():
-                    optimizer.state[parameter] = assembled(state)
+                optimizer.state.update(assembled({**optimizer.state}))
         if self.root_device != host:
             self.model.to(host)
         self._names = ParameterNames()
