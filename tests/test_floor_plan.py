@@ -32,12 +32,12 @@ NODES = {
     "rl": 1965,
     "run": 5447,
     "samples": 5872,
-    "sharding": 7299,
+    "sharding": 7309,
     "strategy": 17396,
     "trial": 5606,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 112622
+MOST_NODES = 112632
 MOST_NODES_OF_BENCHMARKS = 57135
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "benchmarks": 8.5}

@@ -80,13 +80,14 @@ def whole_tensors(shards: Sequence[DTensor]) -> Iterator[Tensor]:
             yield columns.reshape(-1)[: shard.numel()].view(shard.shape)
 
 
-def _how_sharded(shard: DTensor) -> tuple[DeviceMesh, Sequence[Placement], object]:
-    """The mesh, the placements if shards are rows that can be gathered with others, and what alike ones share, too."""
+def _how_sharded(shard: DTensor) -> tuple[DeviceMesh, Sequence[Placement], torch.dtype]:
+    """The mesh, the placements if shards are rows that can be gathered with others, and the dtype."""
     *others, last = shard.placements
-    is_by_rows = type(last) is Shard and last.dim == 0 and all(one.is_replicate() for one in others)
     local = _compat.local_of(shard)
-    placements = shard.placements if is_by_rows and type(local) is Tensor else ()
-    return shard.device_mesh, placements, (local.dtype, local.device)
+    mesh = shard.device_mesh
+    is_by_rows = type(last) is Shard and last.dim == 0 and all(one.is_replicate() for one in others)
+    is_plain = type(local) is Tensor and local.device.type == mesh.device_type  # else it may be offloaded
+    return mesh, shard.placements if is_by_rows and is_plain else (), local.dtype
 
 
 @torch.no_grad()
