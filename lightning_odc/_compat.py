@@ -146,9 +146,11 @@ class WatchedMesh(DeviceMesh):
     # Why: nothing public tells of a collective of ``DTensor`` before it begins. Each asks the mesh for the names of its
     # groups (torch 2.9 to 2.13). ``DTensor`` keeps what it has found out of an operation for equal meshes, so unequal
     # ones would cost every fit 0.1 s and more. Its results have the first of them, so all share what they call: the
-    # last entry, of the engine that has met last. Peers may never come to a meeting of another. A plain mesh calls
-    # nothing, and is never equal.
-    before_collective: ClassVar[dict[Callable[[], object], None]] = {}  # of engines that are attached
+    # last entry that can meet, of the engine that has met last. Peers may never come to a meeting of another. A plain
+    # mesh calls nothing, and is never equal.
+    before_collective: ClassVar[
+        dict[Callable[[], bool], None]
+    ] = {}  # of attached engines; whether ranks have met
     __hash__ = DeviceMesh.__hash__
 
     def __eq__(self, other: object) -> bool:
@@ -156,8 +158,7 @@ class WatchedMesh(DeviceMesh):
 
     @property
     def _dim_group_names(self) -> Any:  # type: ignore[override]  # torch writes it into the object
-        for meet in [*self.before_collective][-1:]:
-            meet()
+        any(meet() for meet in reversed([*self.before_collective]))
         return vars(self)["_dim_group_names"]
 
     def get_group(self, mesh_dim: Any = None) -> Any:

@@ -308,10 +308,13 @@ class OnDemandEngine(OverWindows):
         _compat.WatchedMesh.before_collective.pop(self._before_collective, None)
         _compat.WatchedMesh.before_collective[self._before_collective] = None
 
-    def _before_collective(self) -> None:
-        """Meet before a collective over shards. In an optimizer step ranks have met; another thread does not meet."""
-        if not (self._failed or self.protocol.ended or threading.get_ident() != self._thread):
+    def _before_collective(self) -> bool:
+        """Meet before a collective over shards, if this engine can. In an optimizer step ranks have met."""
+        if self._failed or threading.get_ident() != self._thread:
+            return False
+        if not self.protocol.ended:
             self.exchange(OVER_SHARDS, None)
+        return True
 
     # -- internals ----------------------------------------------------------------------------------------
 

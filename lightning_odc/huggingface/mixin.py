@@ -225,13 +225,14 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         step = super().training_step
         steps = self._steps
         runner = self._runner
-        assert self.odc is not None
+        odc = self.odc
+        assert odc is not None
         assert steps is not None
         assert runner is not None
         own_steps = (step, self._prepare_inputs)
         # Other classes may generate and count in a step, which runs once.
         if own_steps != (Trainer.training_step.__get__(self), Trainer._prepare_inputs.__get__(self)):
-            with self.odc.backward():
+            with odc.backward():
                 loss: Tensor = step(model, inputs, items)
             return loss
 
@@ -246,7 +247,8 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
             return part
 
         runner.begin_batch()
-        self.odc.engine.take_gradients()
+        odc.engine.begin_microbatch(odc.engine.ledger.plain)
+        odc.engine.take_gradients()
         steps.own = loss_of
         try:
             runner.run([runner.whole(inputs)])

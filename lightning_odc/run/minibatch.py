@@ -317,14 +317,14 @@ class Runner:
     def _rule_of_parts(self, microbatch: object) -> Verdict:
         """What parts of a microbatch count, which only its tensors can tell; tried with some of its samples."""
         batch = self.batch
-        verdict = self._rules_of_parts.of(microbatch, self.door.try_loss)
+        verdict = self._rules_of_parts.of(microbatch, self._try_rule)
         if verdict.rule == Rule("sum"):
             if not batch.is_sum and batch.weight_kind is not WeightKind.MEAN:
                 return Verdict(None, 'its loss is a sum: return {"loss": loss, "num_items": n}')
             batch.is_sum = True
         return verdict
 
-    def _try_rule(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule) -> Verdict:
+    def _try_rule(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
         verdict = self.door.try_loss(batch_of, tokens, rule)
         if verdict.has_failed:
             self._engine.undo()

@@ -71,7 +71,9 @@ def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
 def check_shards(model: nn.Module, mesh: DeviceMesh, groups: DeviceMesh | None = None) -> None:
     """Refuse a model that the user has sharded over other ranks, or that groups of ranks do not divide."""
     is_divided = False
-    meshes = {getattr(parameter, "device_mesh", mesh): name for name, parameter in model.named_parameters()}
+    meshes: dict[DeviceMesh, str] = {}
+    for name, parameter in model.named_parameters():
+        meshes.setdefault(getattr(parameter, "device_mesh", mesh), name)
     for of_parameters, name in meshes.items():
         ranks = of_parameters.mesh
         if groups is not None and torch.equal(ranks, groups.mesh):

@@ -78,14 +78,16 @@ def whole_tensors(shards: Sequence[DTensor]) -> Iterator[Tensor]:
         by_rank = DTensor.from_local(own, mesh, placements).full_tensor().view(ranks, -1)
         for columns, shard in zip(by_rank.split(numels, 1), now, strict=True):
             yield columns.reshape(-1)[: shard.numel()].view(shard.shape)
+        del own, by_rank, columns  # before the next ones are gathered
 
 
 def _how_sharded(shard: DTensor) -> tuple[DeviceMesh, Sequence[Placement], torch.dtype]:
-    """The mesh, the placements if shards are rows that can be gathered with others, and the dtype."""
+    """The mesh, the placements if shards are few rows that can be gathered with others, and the dtype."""
     *others, last = shard.placements
     local = _compat.local_of(shard)
     mesh = shard.device_mesh
     is_by_rows = type(last) is Shard and last.dim == 0 and all(one.is_replicate() for one in others)
+    is_by_rows = is_by_rows and shard.numel() < _TOGETHER
     is_plain = type(local) is Tensor and local.device.type == mesh.device_type  # else it may be offloaded
     return mesh, shard.placements if is_by_rows and is_plain else (), local.dtype
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ class PartRules:
             verdict = try_loss(partial(some_of, microbatch), sizes[:_MOST_TRIED])
         else:
             whole = try_loss(lambda _: copy.copy(microbatch), [1])
-            verdict = Verdict(None, communicates=whole.communicates)
-        self._by_look[look] = verdict
+            verdict = replace(whole, rule=None, reason="")
+        if not verdict.has_failed:  # memory may have run out
+            self._by_look[look] = verdict
         return verdict
