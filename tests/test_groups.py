@@ -30,6 +30,7 @@ from tests.support.fits import assert_same
 from tests.support.groups import CLOSE, LINE, Block, Module, run, trains_as_one_process
 from tests.support.models import full_parameters, init_gloo
 from tests.support.ranks import on_ranks, try_ranks
+from tests.support.tiers import fast
 
 NAMES = ("data_parallel", "tensor_parallel")
 FIXED = {"deterministic": True}
@@ -106,10 +107,13 @@ def as_in_one_process(data: int, counts: list[int], max_norm: float = math.inf, 
     assert_same(full_parameters(model), one_process(batches(), max_norm=max_norm), CLOSE)
 
 
+COUNTS: list[Any] = [([1, 3], {}), ([4, 0], {"max_norm": 0.1})]
+
+
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("counts", "options"),
-    [([1, 3], {}), ([4, 0], {"max_norm": 0.1}), ([1, 3], {"keep_gathered": 0}), ([3, 1], FIXED)],
+    fast([*COUNTS, ([1, 3], {"keep_gathered": 0}), ([3, 1], FIXED)], *COUNTS),
     ids=str,
 )
 def test_groups_run_any_number_of_microbatches(rank, counts, options):
@@ -251,7 +255,7 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("case", LEAVES)
+@pytest.mark.parametrize("case", fast(LEAVES, "within an epoch"))
 def test_a_rank_that_stops_alone_is_told_from_its_group(case):
     world, step, place = LEAVES[case]
     outcomes = try_ranks(_stops, world, step, world_size=world, timeout=90)

@@ -13,6 +13,7 @@ from tests.support.fits import are_equal, fit
 from tests.support.models import full_parameters, token_batches
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import on_ranks
+from tests.support.tiers import fast
 
 
 class WithoutALevel(TokenModule):
@@ -96,8 +97,21 @@ def saved_by(module: Any) -> dict[str, Any]:
     return alone.state_dict()
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize("make", [WithoutALevel, Renamed, LeavesOut, Extra, Halved])
+CASES = [
+    (make, kind)
+    for make in (WithoutALevel, Renamed, LeavesOut, Extra, Halved)
+    for kind in ("full", "sharded")
+]
+FAST = [
+    (WithoutALevel, "full"),
+    (Renamed, "sharded"),
+    (LeavesOut, "full"),
+    (Extra, "sharded"),
+    (Halved, "full"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind"), fast(CASES, *FAST))
 @on_ranks(2)
 def test_a_checkpoint_holds_what_the_module_saves_and_loads(
     rank: int, make: Any, kind: str, tmp_path: Any

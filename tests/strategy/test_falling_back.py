@@ -85,7 +85,7 @@ class Watched(Padded):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", fast(REFUSED, "memory", "device"))
 @pytest.mark.parametrize("precision", fast(["32-true", "bf16-mixed"], "32-true"))
 def test_what_cannot_run_on_demand_trains_by_balanced_collectives_bit_for_bit(
     rank, case, precision, tmp_path

@@ -70,7 +70,7 @@ USUAL = [
     "dropout",
     "finite entries",
 ]
-USUAL += ["class weights", "contrastive", "batch norm", "padding in the mean", "classes, one ignored"]
+USUAL += ["class weights", "contrastive", "batch norm"]
 
 
 @on_ranks(2)

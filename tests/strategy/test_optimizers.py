@@ -313,14 +313,11 @@ def one_device(name):
 #: Of every kind of style at least one.
 USUAL = [
     "scheduler by step",
-    "scheduler on a plateau",
     "accumulation that changes",
-    "sanity check",
     "clipping by norm",
 ]
 USUAL += [
     "optimizers in turns",
-    "made in __init__, sharded by hand",
     "looks and skips",
     "holds back",
     "unfreezes",

@@ -294,7 +294,7 @@ def compare_way(rank: int, world_size: int, name: str) -> None:
 
 @needs_reset
 @on_ranks(2)
-@pytest.mark.parametrize("name", fast(WAYS, "accumulated", "checkpointing", "bf16"))
+@pytest.mark.parametrize("name", fast(WAYS, "accumulated", "checkpointing"))
 def test_every_way_of_training(rank, name):
     compare_way(rank, 2, name)
 

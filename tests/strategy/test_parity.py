@@ -27,6 +27,7 @@ from tests.support.fits import LENGTHS, LR, assert_same
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.nodes import make_copies_engine
 from tests.support.ranks import on_ranks
+from tests.support.tiers import fast
 
 STEPS = 4
 
@@ -249,7 +250,7 @@ def test_equals_one_process(rank, name):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", WITH_STOCK)
+@pytest.mark.parametrize("name", fast(WITH_STOCK, "plain, fp32", "tied, bf16", "frozen, fp32"))
 def test_equals_stock_fully_shard(rank, name):
     net, precision = WITH_STOCK[name]
     result = train(rank, "on_demand", (3, 3), net, precision)

@@ -149,7 +149,7 @@ LATE: dict[str, tuple[Any, list[Any], dict[str, Any], int]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", fast(LATE, "epoch", "callback, batch", "one rank", "stream"))
+@pytest.mark.parametrize("name", fast(LATE, "epoch", "one rank", "stream"))
 def test_what_a_hook_of_the_first_batch_sets_is_there_when_the_loss_is_tried_again(rank, name):
     make, callbacks, options, planned = LATE[name]
     module, cuts, words = trained(make, *(callback() for callback in callbacks), **options)

@@ -48,7 +48,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", fast(CASES, "planned", "own sharding", "collectives"))
+@pytest.mark.parametrize("case", fast(CASES, "planned", "own sharding"))
 @on_ranks(4)
 def test_groups_train_as_one_process(rank, case):
     trains_as_one_process(4, **CASES[case])

@@ -18,6 +18,7 @@ from tests.support.losses import KINDS, Losses, collate, samples
 from tests.support.models import full_parameters
 from tests.support.modules import said, warned
 from tests.support.ranks import on_ranks
+from tests.support.tiers import fast
 
 UNEQUAL = (45, 56) * 4  # one for each rank, in every step
 ACCUMULATED = (45, 45, 56, 56) * 2  # two for each rank, in every step
@@ -81,7 +82,7 @@ RULES: dict[str, tuple[str, Sequence[int], int, dict[str, Any], str]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", fast(RULES, "labels", "samples", "accumulated", "one rank has nothing"))
 def test_two_batches_of_45_and_56_tokens_train_the_mean_of_one_process(rank, name):
     kind, lengths, accumulated, options, counts = RULES[name]
     module, text, caught = trained(kind, lengths, 1, accumulate_grad_batches=accumulated, **options)
