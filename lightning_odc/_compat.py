@@ -148,9 +148,8 @@ class WatchedMesh(DeviceMesh):
     # ones would cost every fit 0.1 s and more. Its results have the first of them, so all share what they call: the
     # last entry that can meet, of the engine that has met last. Peers may never come to a meeting of another. A plain
     # mesh calls nothing, and is never equal.
-    before_collective: ClassVar[
-        dict[Callable[[], bool], None]
-    ] = {}  # of attached engines; whether ranks have met
+    # By attached engines; each returns whether it could meet.
+    before_collective: ClassVar[dict[Callable[[], bool], None]] = {}
     __hash__ = DeviceMesh.__hash__
 
     def __eq__(self, other: object) -> bool:

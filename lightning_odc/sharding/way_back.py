@@ -22,7 +22,7 @@ from lightning_odc import _compat
 from lightning_odc.engine.units import fsdp_modules
 
 _ORIGIN = "origin"
-#: Elements that are gathered at once: the time of a collective does not count then, and their memory does not, either.
+#: At most so many elements are gathered at once: fewer take about as long. A larger tensor is gathered alone.
 _TOGETHER = 2**24
 
 
@@ -82,7 +82,7 @@ def whole_tensors(shards: Sequence[DTensor]) -> Iterator[Tensor]:
 
 
 def _how_sharded(shard: DTensor) -> tuple[DeviceMesh, Sequence[Placement], torch.dtype]:
-    """The mesh, the placements if shards are few rows that can be gathered with others, and the dtype."""
+    """The mesh, the placements if it can be gathered with others (small, and cut into rows), and the dtype."""
     *others, last = shard.placements
     local = _compat.local_of(shard)
     mesh = shard.device_mesh

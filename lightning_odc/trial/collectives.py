@@ -47,7 +47,7 @@ class CollectiveListener(_compat.TorchDispatchMode):
             if not any(module_of(frame).startswith(_MOVERS) for frame in frames):
                 self.heard = _line_of(frames)
                 if self._refuses:
-                    raise ODCError(f"a rank talks to others, of which none answers: {self.heard}")
+                    raise ODCError(f"the step talks to other ranks, and none of them answers: {self.heard}")
         for _, tensor in tensors_of(_compat.written_by(func, args)):
             if type(tensor) not in (Tensor, nn.Parameter):
                 continue

@@ -20,6 +20,7 @@ from lightning_odc.samples.weighting import LabelCounter, Rule
 from lightning_odc.trial import run
 from lightning_odc.trial.collectives import CollectiveListener
 from lightning_odc.trial.decide import Verdict
+from lightning_odc.trial.parts import PartRules
 from lightning_odc.trial.run import try_loss
 from lightning_odc.trial.samples import confirming
 
@@ -359,3 +360,12 @@ def test_a_trial_that_takes_more_than_a_moment_shows_a_progress_bar(monkeypatch)
         assert options["desc"] == "Trial of the loss"
         assert options["delay"] == 2
         assert not options.get("disable")
+
+
+def test_a_trial_of_parts_that_failed_is_tried_again():
+    """Memory may have run out in it: it has not told whether the step talks to other ranks."""
+    verdicts = [Verdict(None, has_failed=True), Verdict(None, communicates="here"), Verdict(None)]
+    rules = PartRules()
+    batch = {"x": torch.ones(3, 2)}
+    found = [rules.of(batch, lambda *_: verdicts.pop(0)).communicates for _ in range(3)]
+    assert found == ["", "here", "here"]
